@@ -68,7 +68,8 @@ class PlacementConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda when this host has a CUDA device, else cpu."""
     threads: Count = 1
-    """OpenMP threads per process on CPU. More than one on contended cores costs far more than it gives."""
+    """OpenMP threads per process on CPU. More than one on contended cores costs far more than it gives. On CUDA a
+    trainer rank has its device's share of the host's cores."""
     start_seconds: Positive = 300.0
     """Bound on the start of a mesh, model load included. A process that is not born within Monarch's 30 s is started
     again."""
@@ -77,7 +78,7 @@ class PlacementConfig:
     rollouts are no such calls: see `router.request_seconds` and `rollout.seconds`."""
     hang_seconds: Positive = 120.0
     """A process that makes no progress for so long is taken for dead: it answers nothing, or a generator's engine step
-    does not end."""
+    does not end, or ranks of the trainer stand still in a step."""
     spares: CountOrZero = 0
     """Generators besides `generator.count` that are built and wait without weights, each with devices of its own. One
     takes a dead one's place at once."""

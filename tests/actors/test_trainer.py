@@ -27,6 +27,7 @@ from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, 
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.rpc.connection import ConnectedActor, endpoint
+from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
@@ -292,6 +293,20 @@ async def trained(trainer: TrainerClient, step: int) -> dict[str, float]:
     report = await trainer.train_step(batch(step))
     del report["seconds"]
     return report
+
+
+async def test_ranks_stand_still_while_one_hangs_in_a_step_and_only_then(lossy: Lossy) -> None:
+    trainer = lossy.trainer
+    before, after = await trainer.pulse(), await trainer.pulse()
+    assert all(now.progress > then.progress for then, now in zip(before, after, strict=True))
+    await trainer.start_over(7)
+    await trainer.freeze_reference()
+    lossy.dies("hang of rank 1")
+    step = asyncio.create_task(trainer.train_step(batch(0)))
+    await asyncio.wait_for(until_still(trainer.pulse, 3.0), BOUND)
+    assert not step.done()
+    os.kill(lossy.pids[1], signal.SIGKILL)
+    assert (await asyncio.wait_for(step, BOUND))["loss"]
 
 
 async def test_a_rank_that_dies_costs_a_retry_and_no_bit(lossy: Lossy) -> None:

@@ -39,6 +39,7 @@ def test_a_generator_can_be_deterministic_by_itself():
         ("cpu", "generator1", "VLLM_CPU_ATTN_SPLIT_KV"),
         ("cuda", "generator1", "VLLM_BATCH_INVARIANT"),
         ("cuda", "trainer", "CUBLAS_WORKSPACE_CONFIG"),
+        ("cuda", "trainer", "NCCL_ALGO"),
     ],
 )
 def test_processes_start_in_the_environment_of_the_mode(device, mesh, variable):

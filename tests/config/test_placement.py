@@ -74,6 +74,16 @@ def test_on_cpu_no_rank_sees_a_device_and_each_has_its_threads(config):
             assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == str(config.placement.threads)
 
 
+def test_on_cuda_a_trainer_rank_has_its_share_of_the_cores_and_memory_without_holes():
+    host = HostFacts(cpus=96, cuda_devices=tuple(range(8)))
+    placement = plan(RunConfig(trainer=TrainerConfig(data_parallel=2)), host)
+    for env in placement.mesh("trainer").env:
+        assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "12"
+        assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    for mesh in placement.meshes:
+        assert mesh.name == "trainer" or not {"12", "expandable_segments:True"} & set(mesh.env[0].values())
+
+
 @given(configs)
 def test_every_mesh_has_the_ranks_that_the_config_asks_for(config):
     placement = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(devices_needed(config)))))

@@ -184,10 +184,10 @@ def transformer(path: Path) -> Any:
 
 
 def layout(
-    model_path: str, save_to: str, data_parallel: int, tensor_parallel: int, batches: list[str]
+    model_path: str, save_to: str, data_parallel: int, tensor_parallel: int, batches: list[str], **settings: Any
 ) -> dict[str, Any]:
     """One parallel layout: weights as loaded; of one step on each batch (from the start) weights, metrics, logprobs."""
-    config = trainer(data_parallel, tensor_parallel, optimizer=REVEALING)
+    config = trainer(data_parallel, tensor_parallel, optimizer=REVEALING, **settings)
     result: dict[str, Any] = {}
     for name in batches:
         policy = updater(model_path, config, temperature=0.7)
@@ -287,6 +287,7 @@ def one_rank(model_path: str, broken: dict[str, str], loss_file: str) -> dict[st
 
     for name, path in broken.items():
         outcome(name, lambda path=path: updater(path, trainer(1, 1)))
+    outcome("compiled", lambda: updater(model_path, trainer(1, 1, compile=True)))
     outcome("too many ranks", lambda: updater(model_path, trainer(2, 1)))
     outcome("undivided heads", lambda: updater(model_path, trainer(1, 4)))
 
@@ -305,7 +306,7 @@ def one_rank(model_path: str, broken: dict[str, str], loss_file: str) -> dict[st
     result["loaded"] = shards_of(policy)
     for name, config in {
         "plain": trainer(1, 1, optimizer=REVEALING),
-        "checkpointed": trainer(1, 1, optimizer=REVEALING, activation_checkpointing=True),
+        "checkpointed": trainer(1, 1, optimizer=REVEALING, activation_checkpointing="full"),
         "one micro-batch": trainer(1, 1, optimizer=REVEALING, max_tokens_per_microbatch=4096),
         "custom loss": trainer(1, 1, optimizer=REVEALING, loss=LossConfig(name=f"{loss_file}:Reinforce")),
     }.items():

@@ -103,6 +103,13 @@ def test_too_little_room_is_said_and_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_large_state_on_a_device_is_not_copied_in_every_step(tmp_path: Path) -> None:
+    large = torch.empty(state_copies.MOST_FROM_DEVICE // 4 + 1, device="meta")
+    with pytest.raises(StorageError, match="every step would wait until 8 GiB of each rank were copied"):
+        copies_in(tmp_path).write(V0, [large])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_ranks_on_other_hosts_take_no_room_here(tmp_path: Path) -> None:
     copies = StateCopies(owner_pid=4242, rank=0, ranks=10**9, here=1, directory=tmp_path)
     copies.write(V0, state(0.0))

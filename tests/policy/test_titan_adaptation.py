@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from itertools import groupby
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,22 @@ import torch.nn.functional as F
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.microbatch import Run
+from titan_rl.policy.models.qwen3 import Qwen3Shape
 from titan_rl.policy.models.titan_adaptation import choose_device
 
 choose_device("cpu")  # before the imports below, as in a trainer process
 
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
+from torchtitan.distributed.context_parallel import apply_cp_to_forward  # noqa: E402
+from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 
-from titan_rl.policy.models.model import DocumentAttention, PackedDocuments  # noqa: E402
+from titan_rl.policy.models.model import (  # noqa: E402
+    SPMD_BACKEND,
+    DocumentAttention,
+    PackedDocuments,
+    qwen3_model_config,
+)
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 
@@ -46,6 +56,47 @@ def test_torchtitan_still_takes_cuda_where_there_is_none():
     assert said.stdout.strip() == "cuda"
 
 
+ATTENTION_BESIDE_A_GPU = """
+import sys
+from titan_rl.policy.models import titan_adaptation
+from torchtitan.tools import utils
+
+capability, device, installed = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+utils.has_cuda_capability = lambda major, minor: capability >= major
+if device == "torchtitan's own":
+    from torchtitan.models.common.attention import VarlenAttention as Attention
+else:
+    titan_adaptation.find_spec = lambda package: package == installed or None
+    titan_adaptation.choose_device(device)
+    from titan_rl.policy.models.model import DocumentAttention as Attention
+print(utils.get_cuda_flash_attention_impl())
+if installed == "-":
+    Attention.Config().build()
+"""
+
+
+@pytest.mark.parametrize(
+    ("capability", "device", "installed", "kernels"),
+    [
+        (9, "cuda", "-", "None"),
+        (9, "cuda", "flash_attn_interface", "FA3"),
+        (10, "cpu", "-", "None"),
+    ],
+)
+def test_attention_takes_the_kernels_that_are_installed(capability, device, installed, kernels):
+    """On Hopper (9) and Blackwell (10)."""
+    program = [sys.executable, "-c", ATTENTION_BESIDE_A_GPU, str(capability), device, installed]
+    ran = subprocess.run(program, check=True, capture_output=True, text=True)
+    assert ran.stdout.strip() == kernels
+    assert ("FlashAttention 2" in ran.stderr) == (device == "cuda" and installed == "-")
+
+
+def test_torchtitan_still_demands_flash_attention_3_on_hopper():
+    program = [sys.executable, "-c", ATTENTION_BESIDE_A_GPU, "9", "torchtitan's own", "-"]
+    ran = subprocess.run(program, capture_output=True, text=True)
+    assert ran.returncode and "No module named 'flash_attn_interface'" in ran.stderr
+
+
 def test_a_process_cannot_change_its_device():
     with pytest.raises(ConfigError, match="imported for 'cpu'"):
         choose_device("cuda")
@@ -56,6 +107,33 @@ def test_varlen_attention_still_has_no_cpu_kernel():
     tensors, documents = packed([3, 5])
     with pytest.raises((NotImplementedError, RuntimeError)):
         VarlenAttention.Config().build()(*tensors, attention_masks=documents, enable_gqa=True)
+
+
+def test_varlen_attention_still_has_no_context_parallelism():
+    """When this fails, the trainer can offer it."""
+    with pytest.raises(NotImplementedError, match="not yet supported"):
+        apply_cp_to_forward([VarlenAttention.Config().build()], mock.Mock())
+
+
+def test_layers_with_varlen_attention_compile_whole_and_for_any_lengths():
+    """On no device, as `trainer.compile` does it: one graph for the first lengths, one for all others."""
+    set_spmd_backend(SPMD_BACKEND)
+    shape = Qwen3Shape(
+        **{"vocab": 9, "dim": 64, "layers": 1, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "ffn": 64},
+        **{"max_length": 64, "rope_theta": 1e6, "norm_eps": 1e-6, "tied": True},
+    )
+    meta = torch.device("meta")
+    with meta:
+        model = qwen3_model_config(shape, VarlenAttention.Config()).build().bfloat16()
+    layer, counted = model.layers["0"], CompileCounterWithBackend("aot_eager")
+    layer.compile(backend=counted, fullgraph=True)
+    for lengths in ([5, 7], [9, 3, 4], [20], [6, 6, 6, 8, 9], [31, 2]):
+        documents = PackedDocuments.of([Run(1, length, 0) for length in lengths], None, meta)
+        hidden = torch.randn(1, sum(lengths), shape.dim, device=meta, dtype=torch.bfloat16, requires_grad=True)
+        output = layer(hidden, documents, torch.zeros(1, sum(lengths), dtype=torch.int64, device=meta))
+        output.sum().backward()
+        assert hidden.grad.shape == output.shape == hidden.shape
+    assert counted.frame_count == 2
 
 
 def test_our_attention_passes_for_varlen():

@@ -147,7 +147,7 @@ def test_a_state_that_cannot_be_written_or_read_is_an_error_of_ours(tmp_path, mo
     join_world("gloo")
     try:
         (tmp_path / "full").symlink_to("/dev/full")
-        writer = StateWriter()
+        writer = StateWriter(torch.device("cpu"))
         with pytest.raises(StorageError, match="could not be written: "):
             writer.begin({"model.a": torch.ones(3)}, tmp_path / "full")
             writer.finish()

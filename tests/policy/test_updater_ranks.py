@@ -24,6 +24,10 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 TEMPERATURE = 0.7
 TIED, UNTIED = "tied", "untied"
 CASES = [(TIED, *ranks) for ranks in LAYOUTS] + [(UNTIED, 1, 1), (UNTIED, 2, 2)]
+SHARED_OTHERWISE: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
+    "replicas of shards": ((4, 1), {"replicas": 2}),
+    "replicas, sequence": ((2, 2), {"replicas": 2, "sequence_parallel": True, "activation_checkpointing": "selective"}),
+}
 BOTH_WAYS = [(policy, *ranks) for policy in (TIED, UNTIED) for ranks in ((1, 1), (2, 2))]
 """What CI runs."""
 every_case = pytest.mark.parametrize("case", cells(CASES, ci=BOTH_WAYS), ids=str)
@@ -103,6 +107,10 @@ def results(paths, directory) -> Results:
             save_to=str(directory / f"{policy}-{data}-{tensor}"),
             batches=batches_of(policy),
         )
+    for name, (layout, settings) in SHARED_OTHERWISE.items():
+        scenarios[name] = on_layout(
+            scenario.layout, layout, **tied, save_to=str(directory / name), batches=list(BATCHES), **settings
+        )
     for layout in LAYOUTS[1:]:
         scenarios["spoilt", *layout] = on_layout(scenario.spoilt_batch, layout, **tied)
         if layout != (1, 2):
@@ -159,6 +167,16 @@ def test_gradients_do_not_depend_on_the_ranks(results, case):
     for batch in batches_of(case[0]):
         error = relative_error(gradients_on(results[case], batch), gradients_on(results[case[0], 1, 1], batch))
         assert error < 1e-5, batch
+
+
+@pytest.mark.parametrize("name", SHARED_OTHERWISE)
+def test_replicas_and_shared_sequences_have_the_gradients_of_one_rank(results, name):
+    for batch in BATCHES:
+        error = relative_error(gradients_on(results[name], batch), gradients_on(results[TIED, 1, 1], batch))
+        assert error < 1e-5, batch
+        assert results[name][-1][batch, "metrics"]["loss"] == pytest.approx(
+            results[TIED, 1, 1][0][batch, "metrics"]["loss"], rel=1e-4
+        )
 
 
 @every_case
@@ -283,6 +301,7 @@ def test_the_default_spmd_backend_still_fails_on_two_ranks(results):
         ("unexpected", ConfigError, ["q_proj.bias"]),
         ("wrong shape", ConfigError, ["embed_tokens", "(14, 64)", "(13, 64)"]),
         ("too many ranks", ConfigError, []),
+        ("compiled", ConfigError, ["trainer.compile", "CUDA"]),
         ("undivided heads", ConfigError, ["kv heads"]),
         ("nothing to train", TrainingError, ["trained token"]),
         ("over the budget", TrainingError, ["max_tokens_per_microbatch"]),

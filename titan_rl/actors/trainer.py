@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,7 +21,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import write_samples
 from titan_rl.errors import CheckpointError, StorageError, TrainingError
 from titan_rl.metrics.activity import activity
-from titan_rl.metrics.timeline import timeline
+from titan_rl.metrics.timeline import Pulse, timeline
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan
 from titan_rl.policy.token_score_recorder import SampleName, TokenScoreRecorder, TokenScores
@@ -136,7 +138,20 @@ class PolicyTrainer(ConnectedActor):
         self._keeps_copies = copies
         self._copies: StateCopies | None = None
         self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
+        self._in_step = 0  # the thread that makes a step
+        self._is_warm = device == "cpu"  # on CUDA the first step may compile for minutes
         self.calls = CallQueue(rank=self._rank)
+
+    @endpoint
+    async def pulse(self) -> Pulse:
+        """In a step progress is the time that its thread has computed on a CPU, where a micro-batch may take minutes,
+        and the micro-batches on CUDA, where a thread that waits computes too. Other calls have bounds of their own."""
+        alive = await ConnectedActor.pulse.answer(self)
+        if not (self._in_step and self._is_warm):
+            return alive
+        if self._device == "cpu":
+            return alive._replace(progress=time.clock_gettime_ns(time.pthread_getcpuclockid(self._in_step)))
+        return alive._replace(progress=self._ready().microbatches)
 
     @endpoint
     async def open_rendezvous(self) -> str:
@@ -152,6 +167,7 @@ class PolicyTrainer(ConnectedActor):
         """
         os.environ[RENDEZVOUS] = rendezvous
         # Imported here: the controller imports this module and has no use for torch.
+        import torch
         import torch.distributed as dist
 
         from titan_rl.policy.state_copies import StateCopies
@@ -159,6 +175,7 @@ class PolicyTrainer(ConnectedActor):
         from titan_rl.weights.fingerprint import compiled_sum
         from titan_rl.weights.publisher import SharedMemoryPublisher
 
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # torch may have been imported before a fork
         started = time.monotonic()
         self._updater = PolicyUpdater(
             self._config,
@@ -203,7 +220,8 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
-        return self._ready().warm_up_step(batch, plan)
+        with self._step():
+            return self._ready().warm_up_step(batch, plan)
 
     @in_order
     def freeze_reference(self) -> str:
@@ -218,7 +236,8 @@ class PolicyTrainer(ConnectedActor):
     ) -> tuple[dict[str, float], dict[SampleName, TokenScores]]:
         """Returns also the scores of this rank's samples among those that are named."""
         recorder = TokenScoreRecorder(names)
-        metrics = self._ready().train_step(batch, plan, recorder)
+        with self._step():
+            metrics = self._ready().train_step(batch, plan, recorder)
         self._copy()
         _log.info("step %d: %s", self._ready().step, {name: round(value, 6) for name, value in metrics.items()})
         return metrics, recorder.scores
@@ -296,6 +315,15 @@ class PolicyTrainer(ConnectedActor):
             self._publisher.close()
         if self._copies is not None:
             self._copies.remove()
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        self._in_step = threading.get_ident()
+        try:
+            yield
+            self._is_warm = True
+        finally:
+            self._in_step = 0
 
     def _publish(self, version: PolicyVersion, shards: Iterable[TensorShard]) -> Publication:
         import torch

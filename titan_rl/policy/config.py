@@ -8,6 +8,9 @@ from typing import Any, Literal
 from titan_rl.bounds import Count, CountOrZero, NotNegative, Positive, Seed, Share
 from titan_rl.errors import ConfigError
 
+_DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
+"""torch refuses matrix products without the first. With the others NCCL adds in one order."""
+
 
 @dataclass(kw_only=True, slots=True)
 class TinyPolicyConfig:
@@ -133,14 +136,25 @@ class TrainerConfig:
     """The trainer mesh: `data_parallel * tensor_parallel` ranks."""
 
     data_parallel: Count = 1
-    """FSDP2 shards. A single rank that computes in float32 has no use for FSDP, and runs without it."""
+    """Ranks with samples of their own; FSDP2 shards the state over them. A single rank that computes in float32 has no
+    use for FSDP, and runs without it."""
+    replicas: Count = 1
+    """Copies of the state that the data-parallel ranks hold together (HSDP): each shards it over `data_parallel` /
+    `replicas` neighbours, so that weights travel within a host and only gradients between hosts."""
     tensor_parallel: Count = 1
+    sequence_parallel: bool = False
+    """Tensor-parallel ranks also share what they would all hold between their layers: less memory for activations."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype (FSDP mixed precision); master weights and optimizer state are always float32."""
+    """Compute dtype (FSDP mixed precision); master weights and optimizer state are always float32. On CUDA, attention
+    in float32 holds a document's tokens x tokens scores of all heads: for comparisons, not for long samples."""
     max_tokens_per_microbatch: Count = 4096
     """Token budget of one packed micro-batch of one rank; bounds activation memory. No sample may be longer."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass recomputes. "full": everything within a layer, about a third more compute and the least
+    memory. "selective": all but attention and every second matrix product."""
+    compile: bool = False
+    """torch.compile of each layer. Minutes at the start; then fewer launches, which bound small policies. Only on CUDA
+    in bfloat16."""
     deterministic: bool = False
     """The trainer's part of the run's `deterministic`, which turns it on: torch refuses operations that it knows to
     differ from run to run. On CPU there are none in a step, so this changes nothing there; on CUDA it was never run.
@@ -152,6 +166,19 @@ class TrainerConfig:
     logprob_alarm: LogprobAlarmConfig = field(default_factory=LogprobAlarmConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 
+    def __post_init__(self) -> None:
+        if self.data_parallel % self.replicas:
+            raise ConfigError(
+                f"trainer.replicas ({self.replicas}) must divide trainer.data_parallel ({self.data_parallel})"
+            )
+
     @property
     def ranks(self) -> int:
         return self.data_parallel * self.tensor_parallel
+
+    def environment(self, device: str) -> dict[str, str]:
+        """Variables for every rank, apart from the rendezvous (RANK, WORLD_SIZE, …)."""
+        if device == "cpu":
+            return {}
+        # Rows of ever other lengths leave no holes in memory.
+        return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | (_DETERMINISTIC if self.deterministic else {})

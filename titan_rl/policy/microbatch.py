@@ -66,27 +66,29 @@ class MicroBatch:
     versions: Tensor  # [N] int64, encoded PolicyVersion
 
 
-_DUMMY = TrainingSample(
-    group_id=-1,
-    sample=0,
-    token_ids=np.zeros(2, np.int32),
-    loss_mask=np.zeros(2, bool),
-    logprobs=np.zeros(2, np.float32),
-    versions=np.zeros(2, np.int64),
-    advantage=0.0,
-    reward=0.0,
-)
+def _untrained(group_id: int, tokens: int) -> TrainingSample:
+    return TrainingSample(
+        group_id=group_id,
+        sample=0,
+        token_ids=np.zeros(tokens, np.int32),
+        loss_mask=np.zeros(tokens, bool),
+        logprobs=np.zeros(tokens, np.float32),
+        versions=np.zeros(tokens, np.int64),
+        advantage=0.0,
+        reward=0.0,
+    )
 
 
-def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool) -> MicroBatch:
+def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool, multiple: int = 1) -> MicroBatch:
     """One micro-batch of `samples` in their order; of none, or of single tokens only, one of one untrained token (a
     dummy).
 
     Args:
         share: lay the prompt that neighbours of one group have in common only once, if that saves enough.
+        multiple: what the number of tokens must be a multiple of; another document fills up.
     """
     samples = tuple(sample for sample in samples if len(sample.token_ids) > 1)
-    documents = samples or (_DUMMY,)
+    documents = samples or (_untrained(-1, 2),)
     # All tokens of all documents, one document after the other.
     lengths = np.array([len(sample.token_ids) - 1 for sample in documents])
     offsets = np.cumsum(lengths) - lengths
@@ -102,6 +104,8 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
     prompt = np.repeat(prompts, families)  # of each document
     shared = np.concatenate([prompt, np.zeros_like(prompts)])
     sizes = np.concatenate([lengths - prompt, prompts])
+    if missing := -int(sizes.sum()) % multiple:
+        return pack((*documents, _untrained(-2, missing + 1)), device, share=share, multiple=multiple)
     order = np.lexsort((sizes, shared))
     order = order[sizes[order] > 0]
     starts = np.zeros_like(sizes)
@@ -192,9 +196,9 @@ class RankSamples:
         self._batches = [batch.select(indices) for indices in plan.microbatches[data_rank]]
         self._lost: list[SampleError] = []
 
-    def microbatches(self, device: torch.device, *, share: bool) -> Iterator[MicroBatch]:
-        """One for each round; dummies from the round on whose samples cannot be had. The next round's samples are
-        fetched meanwhile.
+    def microbatches(self, device: torch.device, *, share: bool, multiple: int) -> Iterator[MicroBatch]:
+        """One for each round, as `pack` makes it; dummies from the round on whose samples cannot be had. The next
+        round's samples are fetched meanwhile.
 
         The ranks of one tensor-parallel group compute the same samples, so they give up in the same round.
         """
@@ -209,7 +213,7 @@ class RankSamples:
                 except SampleError as error:
                     self._lost.append(error)
                 given_up = self._any_of_tensor_group(bool(self._lost))
-            yield pack(() if given_up else samples, device, share=share)
+            yield pack(() if given_up else samples, device, share=share, multiple=multiple)
         fetching.close()
 
     def raise_if_lost(self, what: str) -> None:

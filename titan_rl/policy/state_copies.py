@@ -41,8 +41,12 @@ _MARK = 0x7469_7461_6E5F_726C
 _ALIGNMENT = 64
 """Bytes; of the seal, and of what each tensor starts at a multiple of."""
 
-_BATCH_BYTES = 1 << 20
-"""Copied and hashed at a time, so that the checksum finds the bytes in the cache."""
+_BATCH_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+"""Copied and hashed at a time, by device: on a CPU the checksum finds the bytes in the cache, and from a device each
+copy waits for its end."""
+
+MOST_FROM_DEVICE = 8 << 30
+"""Bytes of one rank's state on a device, beyond which no copies are kept: every step would wait seconds for them."""
 
 _Batch = tuple[list[Tensor], list[Tensor], memoryview]
 """Pieces of tensors, their places in a slot, and the bytes that the places make up."""
@@ -67,6 +71,11 @@ class StateCopies:
     def write(self, version: PolicyVersion, state: Sequence[Tensor], reference: Sequence[Tensor] = ()) -> None:
         """Copy this rank's tensors after a step, and those of the reference policy if it is new. Raises StorageError if
         there is no room."""
+        from_device = sum(tensor.nbytes for tensor in state if tensor.device.type != "cpu")
+        if from_device > MOST_FROM_DEVICE:
+            raise StorageError(
+                f"every step would wait until {from_device / 2**30:.0f} GiB of each rank were copied from its device"
+            )
         if reference or not self._is_laid(version.step % 2, state):
             sizes = {0: _nbytes(state), 1: _nbytes(state)} | ({_REFERENCE: _nbytes(reference)} if reference else {})
             self._make_room({slot: nbytes for slot, nbytes in sizes.items() if not self._is_mapped(slot, nbytes)})
@@ -176,12 +185,13 @@ def _batches(tensors: Sequence[Tensor], content: Tensor) -> Iterator[_Batch]:
         live = tensor.detach() if tensor.ndim else tensor.detach().reshape(1)
         place = content[start : start + live.nbytes].view(live.dtype).view(live.shape)
         end, start = start, start + _room_of(live)
-        rows = max(1, _BATCH_BYTES * len(live) // max(1, live.nbytes))
+        most = _BATCH_BYTES["cpu" if live.device.type == "cpu" else "cuda"]
+        rows = max(1, most * len(live) // max(1, live.nbytes))
         for piece, where in zip(live.split(rows), place.split(rows), strict=True):
             pieces.append(piece)
             places.append(where)
             end += piece.nbytes
-            if end - begin >= _BATCH_BYTES:
+            if end - begin >= most:
                 yield pieces, places, stored[begin:end]
                 pieces, places, begin = [], [], end
     yield pieces, places, stored[begin:]

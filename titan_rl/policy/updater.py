@@ -68,6 +68,7 @@ class PolicyUpdater:
         incarnation: with `step`, the version that on-policy tokens carry.
         aliases: `(name, stored name)` of tensors that share another's storage.
         samples: where batches by reference are fetched from.
+        microbatches: how many it has computed; another thread may look while a step goes on.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class PolicyUpdater:
         from titan_rl.policy.optimizer import PolicyOptimizer
 
         torch.use_deterministic_algorithms(config.deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # never read
         torch.manual_seed(seed)
         self._config = config
         self._source = model_path
@@ -119,6 +121,7 @@ class PolicyUpdater:
         self._total_steps = total_steps
         self.step = 0
         self.incarnation = 0
+        self.microbatches = 0
         self._writer: StateWriter | None = None
         self._torn = False
         self.aliases = self._policy.aliases
@@ -221,7 +224,7 @@ class PolicyUpdater:
         if self._torn:
             raise TrainingError(f"the optimizer failed in the middle of step {self.step}: its weights are not saved")
         if self._writer is None:
-            self._writer = StateWriter()
+            self._writer = StateWriter(self._device)
         self._writer.begin(self._state(), directory)
 
     def finish_save(self) -> None:
@@ -284,10 +287,13 @@ class PolicyUpdater:
             self.samples, batch, plan, data_rank=policy.data_rank, any_of_tensor_group=policy.any_of_tensor_group
         )
         try:
-            for microbatch in samples.microbatches(policy.device, share=policy.shares_prompts):
+            for microbatch in samples.microbatches(
+                policy.device, share=policy.shares_prompts, multiple=policy.multiple
+            ):
                 loss = self._round_loss(microbatch, trained, metrics, warm_up=warm_up)
                 timeline.doing("backward")
                 (loss / trained).backward()
+                self.microbatches += 1
             samples.raise_if_lost(what)
             timeline.doing("optimizer")
             grad_norm = optimizer.clip_gradients()

@@ -58,9 +58,12 @@ MAY_CHANGE = (
 
 CLOSE = (
     "trainer.data_parallel",
+    "trainer.replicas",
     "trainer.tensor_parallel",
+    "trainer.sequence_parallel",
     "trainer.max_tokens_per_microbatch",
     "trainer.activation_checkpointing",
+    "trainer.compile",
 )
 """Settings that change the order of additions, and so the last bits."""
 

@@ -66,9 +66,6 @@ with TORCHELASTIC_USE_AGENT_STORE rank 0 of a mesh would wait for torchrun's sto
 _INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Ranks that compute listen for each other on this network interface only."""
 
-_DETERMINISTIC_TRAINER = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Set for trainer ranks on CUDA in deterministic mode: torch refuses matrix products without it."""
-
 
 class Kind(StrEnum):
     """What runs in a mesh. Its name is the kind, with a number where there are several."""
@@ -219,8 +216,13 @@ class _Room:
         return sorted(names, key=lambda name: self._computing[name] / self.hosts[name].cpus)
 
 
-def _threads(config: RunConfig) -> dict[str, str]:
-    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(config.placement.threads))
+def _threads(number: int) -> dict[str, str]:
+    return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(number))
+
+
+def _trainer_threads(host: HostFacts, device: Device) -> dict[str, str]:
+    """On CUDA a rank has its device's share of the cores."""
+    return _threads(max(1, host.cpus // len(host.cuda_devices))) if device == "cuda" else {}
 
 
 def _engine_environment(config: RunConfig, device: Device) -> dict[str, str]:
@@ -262,7 +264,7 @@ def plan(
             f'{devices or "none"}; placement.device = "cpu" needs none'
         )
     trainer = config.trainer
-    common = {**_threads(config), **SUPERVISION_ENVIRONMENT}
+    common = {**_threads(where.threads), **SUPERVISION_ENVIRONMENT}
     generators = config.generator_names() if generators is None else generators
     stay = {
         mesh.name: mesh
@@ -297,6 +299,7 @@ def plan(
                     if kind.computes
                     else {}
                 ),
+                **(_trainer_threads(room.hosts[host], device) if kind is Kind.TRAINER else {}),
                 **variables,
                 "CUDA_VISIBLE_DEVICES": "" if index is None else str(index),
             }
@@ -315,8 +318,7 @@ def plan(
             for rank in range(trainer.tensor_parallel)
         ]
         find = partial(room.for_trainer, trainer.ranks, trainer.tensor_parallel)
-        extra = _DETERMINISTIC_TRAINER if config.trainer_settings().deterministic and device == "cuda" else {}
-        place(Kind.TRAINER, "trainer", find, positions, **extra)
+        place(Kind.TRAINER, "trainer", find, positions, **config.trainer_settings().environment(device))
     engine = _engine_environment(config, device)
     spares, ranks = config.generator_names()[config.generator.count :], config.generator.tensor_parallel
     for name in generators:
@@ -347,6 +349,7 @@ def fork_stages(config: RunConfig, host: HostFacts) -> Stage:
     trainer = Stage(
         name="torchtitan",
         kinds=(Kind.TRAINER,),
+        environment=_trainer_threads(host, device),
         imports=_TRAINER_IMPORTS,
         device=device,
         now=now,
@@ -361,7 +364,7 @@ def fork_stages(config: RunConfig, host: HostFacts) -> Stage:
     torch = Stage(name="torch", imports=_TORCH_IMPORTS, above=(trainer, generator)[: len(computing)], now=now)
     others = tuple(kind for kind in Kind if kind not in computing)
     light = Stage(name="light", kinds=others, imports=_LIGHT_IMPORTS, now=now)
-    return Stage(name="root", environment=_threads(config), above=(light, torch))
+    return Stage(name="root", environment=_threads(config.placement.threads), above=(light, torch))
 
 
 def with_devices(host: HostFacts, config: RunConfig, *, serving: bool = False) -> HostFacts:

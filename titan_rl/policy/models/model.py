@@ -19,14 +19,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
@@ -38,6 +40,7 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
+from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.qwen3 import Qwen3Shape
@@ -51,6 +54,8 @@ from titan_rl.weights.manifest import TIED
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
+
+_CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
 # Weights come from the checkpoint; a tensor it lacks is an error, never a random one.
 _NO_INIT = {"weight": skip_param_init}
@@ -69,21 +74,15 @@ class Policy:
     device: torch.device
     shares_prompts: bool
     """Whether its attention computes a prompt once that several samples begin with; the varlen kernel does not."""
+    multiple: int
+    """What the number of tokens of a row must be a multiple of: tensor-parallel ranks may share them."""
 
     def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
-        logits = self.module(batch.tokens, positions=batch.positions, attention_masks=documents)
-        logits = local_part(logits)  # this rank's part of the vocabulary
-        # The vocabulary is split as by torch.chunk.
-        first = self.tensor_rank * math.ceil(self.shape.vocab / self.dims.tp)
-        return token_scores(
-            logits[0].index_select(0, batch.rows),
-            batch.targets,
-            temperature=temperature,
-            vocab_start=first,
-            group=self.tensor_group,
-        )
+        wanted = WantedScores(batch.rows, batch.targets, temperature)
+        scores: tuple[Tensor, Tensor] = self.module(batch.tokens, batch.positions, documents, wanted)
+        return scores
 
     @property
     def tensor_group(self) -> torch.distributed.ProcessGroup | None:
@@ -95,7 +94,7 @@ class Policy:
 
     @property
     def data_rank(self) -> int:
-        return self.dims.get_mesh("fsdp").get_local_rank()
+        return torch.distributed.get_rank() // self.dims.tp
 
     def any_of_tensor_group(self, flag: bool) -> bool:
         """Whether the flag is set on any rank that computes the same samples. Collective in that group."""
@@ -131,17 +130,24 @@ def build_policy(
             not do: DTensor takes equal meshes for the same one, so two models' collectives could mix their groups.
     """
     parallelism = ParallelismConfig(
-        data_parallel_shard_degree=config.data_parallel,
+        data_parallel_replicate_degree=config.replicas,
+        data_parallel_shard_degree=config.data_parallel // config.replicas,
         tensor_parallel_degree=config.tensor_parallel,
-        # Packed rows have any length; sequence parallelism wants a multiple of the degree.
-        enable_sequence_parallel=False,
+        enable_sequence_parallel=config.sequence_parallel,
         spmd_backend=SPMD_BACKEND,
     )
     set_spmd_backend(SPMD_BACKEND)
     dims = _build_meshes(parallelism, config.ranks) if beside is None else beside.dims
     varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
+    if config.compile and not varlen:
+        raise ConfigError(
+            "trainer.compile needs CUDA and trainer.dtype bfloat16: elsewhere attention is computed document by "
+            "document, and every packing of samples would be compiled anew"
+        )
     model_config = qwen3_model_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
-    set_qwen3_sharding_config(model_config, enable_sp=False, enable_ep=False)
+    set_qwen3_sharding_config(model_config, enable_sp=config.sequence_parallel, enable_ep=False)
+    head = model_config.lm_head.sharding_config
+    model_config.lm_head.sharding_config = dataclasses.replace(head, out_src_shardings=None, out_dst_shardings=None)
     with torch.device("meta"):
         model = model_config.build()
     parallelize_qwen3(
@@ -149,8 +155,8 @@ def build_policy(
         parallel_dims=dims,
         training=TrainingConfig(dtype="float32", mixed_precision_param=config.dtype, mixed_precision_reduce="float32"),
         parallelism=parallelism,
-        compile_config=CompileConfig(enable=False),
-        ac_config=FullAC.Config() if config.activation_checkpointing else None,
+        compile_config=CompileConfig(enable=config.compile, components=["model"]),
+        ac_config=_CHECKPOINTING[config.activation_checkpointing],
         dump_folder="",
         skip_dp=config.ranks == 1 and config.dtype == "float32",
     )
@@ -168,6 +174,7 @@ def build_policy(
         tensors=Qwen3StateDictAdapter(model_config, None).to_hf(model.state_dict()),
         device=device,
         shares_prompts=not varlen,
+        multiple=config.tensor_parallel if config.sequence_parallel else 1,
     )
 
 
@@ -175,7 +182,7 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     """A policy of its own, sharded like this one, with its weights as they are now, bit for bit. It never learns: no
     gradient, no optimizer."""
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
-    config = dataclasses.replace(config, activation_checkpointing=False)
+    config = dataclasses.replace(config, activation_checkpointing="none")
     frozen = build_policy(policy.shape, config, policy.device, beside=policy)
     frozen.module.eval().requires_grad_(False)
     with torch.no_grad():
@@ -221,15 +228,61 @@ def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> 
             ),
         )
 
-    return Qwen3Model.Config(
+    return ScoringModel.Config(
         vocab_size=shape.vocab,
         dim=shape.dim,
         norm=norm(shape.dim),
         enable_weight_tying=shape.tied,
         tok_embeddings=Embedding.Config(num_embeddings=shape.vocab, embedding_dim=shape.dim, param_init=_NO_INIT),
-        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab, param_init=_NO_INIT),
+        lm_head=ScoringHead.Config(in_features=shape.dim, out_features=shape.vocab, param_init=_NO_INIT),
         layers=[layer() for _ in range(shape.layers)],
     )
+
+
+class WantedScores(NamedTuple):
+    """Which of a row's T tokens predict something, and what."""
+
+    rows: Tensor  # [N] int64, index into T
+    targets: Tensor  # [N] int64
+    temperature: float
+
+
+class ScoringHead(Linear):
+    """torchtitan's head, which answers with scores and not with logits. It is called once per forward pass of the
+    model, as FSDP expects of a module that shares its unit with others."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: Tensor, wanted: WantedScores) -> tuple[Tensor, Tensor]:
+        """`input`: [1, T, D], under tensor parallelism the same on all ranks."""
+        head, vocab_start, group = self.weight, 0, None
+        if isinstance(head, DTensor) and isinstance(input, DTensor):
+            mesh = head.device_mesh
+            group = mesh.get_group()
+            vocab_start = mesh.get_local_rank() * math.ceil(len(head) / mesh.size())  # split as by torch.chunk
+            # Each rank's part of the vocabulary gives the hidden rows a summand of their gradient.
+            head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
+        rows, targets, temperature = wanted
+        hidden = input[0].index_select(0, rows)
+        return token_scores(hidden, head, targets, temperature=temperature, vocab_start=vocab_start, group=group)
+
+
+class ScoringModel(Qwen3Model):
+    """Qwen3 whose output is `token_scores`."""
+
+    _skip_lm_head = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        pass
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, wanted: WantedScores
+    ) -> tuple[Tensor, Tensor]:
+        scores: tuple[Tensor, Tensor] = self.lm_head(super().forward(tokens, positions, attention_masks), wanted)
+        return scores
 
 
 class PackedDocuments(VarlenMetadata):

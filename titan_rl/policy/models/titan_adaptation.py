@@ -8,8 +8,10 @@ attention that replaces the missing CPU kernel is a torchtitan module and lives 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_rl.errors import ConfigError
 from titan_rl.processes import join_world
+
+_log = logging.getLogger(__name__)
 
 
 def join_ranks(ranks: int, device: str) -> torch.device:
@@ -51,6 +55,21 @@ def choose_device(device: str) -> None:
             f"torchtitan was imported for {copied.device_type!r} in this process and cannot change to {device!r}"
         )
     utils.device_type, utils.device_module = device, getattr(torch, device)
+    kernels = _installed_flash_attention(device)
+    utils.get_cuda_flash_attention_impl = lambda: kernels
+
+
+def _installed_flash_attention(device: str) -> str | None:
+    """torchtitan's choice for this GPU if it is installed, and None, FlashAttention 2, which torch brings, if not.
+    torchtitan asks for it even where attention is not computed by it: on the CPU beside a GPU."""
+    from torchtitan.tools import utils
+
+    wanted = utils.get_cuda_flash_attention_impl() if device == "cuda" else None
+    package = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}.get(wanted or "")
+    if package is None or find_spec(package):
+        return wanted
+    _log.warning("attention runs on FlashAttention 2: there is no %s, which is faster on this GPU", package)
+    return None
 
 
 def local_part(tensor: Tensor) -> Tensor:
