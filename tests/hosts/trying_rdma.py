@@ -39,13 +39,14 @@ async def attach(worker: str, fails: str = "") -> None:
     )
     try:
         await hosts.attach({"host1": worker}, silent_seconds=20)
-        said = await hosts.hosts["host1"].try_rdma()
+        said: list[str] = []
+        await hosts.hosts["host1"].try_rdma(said.append)
         there = []
         for name in hosts.hosts:
             plan = dataclasses.replace(mesh_plan(f"on_{name}", beside=__file__), hosts=(name,))
             (actor,) = hosts.spawn(plan).spawn("asked", Asked)
             there.append(await bounded(actor.uses_tcp_only.call_one(), what="asked", seconds=60))
-        print("said", there, said, flush=True)
+        print("said", there, *said, flush=True)
     finally:
         await hosts.stop_all()
 

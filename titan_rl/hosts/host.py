@@ -29,15 +29,7 @@ from monarch.actor import attach_to_workers, shutdown_context, this_host
 from monarch.rdma import is_ibverbs_available
 
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
-from titan_rl.hosts.agent import (
-    TRIED_BYTES,
-    HostAgent,
-    Introduction,
-    News,
-    digest_of,
-    prepare_agent,
-    refuse_differences,
-)
+from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
@@ -167,10 +159,9 @@ class Host:
     async def require_sees(self, run_directory: Path) -> None:
         """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""
 
-    async def try_rdma(self) -> str:
+    async def try_rdma(self, say: Callable[[str], None]) -> None:
         """Read from its memory by RDMA, where both hosts have it: Monarch itself does not go back to TCP. If that
-        fails, what is spawned there uses TCP; returns a sentence about it. Call it before anything is spawned there."""
-        return ""
+        fails, what is spawned there from now on uses TCP."""
 
 
 class Pace:
@@ -301,19 +292,18 @@ class AttachedHost(Host):
         refuse_differences(self.label, known)
         self._pulses = asyncio.ensure_future(self._watch_pulses())
 
-    async def try_rdma(self) -> str:
+    async def try_rdma(self, say: Callable[[str], None]) -> None:
         if not is_ibverbs_available():
-            return ""
+            return
         assert self._agent is not None
         try:
             memory = await self._agent.call(CALL_SECONDS, HostAgent.offer_memory)
-            reading = memory.read_into(memoryview(bytearray(TRIED_BYTES)), timeout=int(CALL_SECONDS))
+            reading = memory.read_into(memoryview(bytearray(memory.size())), timeout=int(CALL_SECONDS))
             await bounded(reading, what="the first read", seconds=CALL_SECONDS)
-            return ""
         except Exception as error:  # of Monarch, of its libraries, or of the agent
             self.variables = TCP_ONLY
             why = str(error).partition("\n")[0]
-            return f"RDMA from {self.label} does not work ({why}): its weights and samples go by TCP"
+            say(f"RDMA from {self.label} does not work ({why}): its weights and samples go by TCP")
 
     def mesh(self) -> Any:
         return self._mesh

@@ -37,9 +37,8 @@ from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.fingerprint import BITS, check_box, shard_sum, unsigned
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
-from titan_rl.weights.mapped_memory import map_tensor
 from titan_rl.weights.ranks import Ranks
-from titan_rl.weights.segment_files import DIRECTORY, create_segment, segment_at, segment_location
+from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -323,13 +322,14 @@ _WAYS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
 def _write(segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Tensor:
     """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
     indices = {entry.name: index for index, entry in enumerate(layout.entries)}
-    elements = torch.zeros(len(indices), dtype=torch.int64)
-    fingerprints = elements.to(shards[0].data.device) if shards else elements.clone()
+    elements, device = [0] * len(indices), shards[0].data.device if shards else "cpu"
+    fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
     for shard in shards:
         index = indices[shard.name]
         fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
         elements[index] += shard.data.numel()
-    return torch.stack([fingerprints.cpu(), elements])  # a read, which waits for all that was queued: for the copies
+    # To read the sums is to wait for the copies, which were queued before.
+    return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
 
 
 def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:

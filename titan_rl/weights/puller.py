@@ -20,9 +20,8 @@ from safetensors.torch import save_file
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, shard_sum, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
-from titan_rl.weights.mapped_memory import map_tensor
 from titan_rl.weights.ranks import Ranks
-from titan_rl.weights.segment_files import Identity, identity_of, segment_at
+from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
 
 if TYPE_CHECKING:
     from torch import Tensor
