@@ -1,5 +1,5 @@
 """Whether RDMA is used between hosts is settled before anything depends on it. Two hosts on this machine, which has no
-RDMA: Monarch reads by TCP, or the test makes its reads fail (15 s)."""
+RDMA: Monarch reads by TCP, or the test makes its reads fail (30 s)."""
 
 from __future__ import annotations
 
