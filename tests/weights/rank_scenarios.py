@@ -211,16 +211,16 @@ def a_writer_that_dies(rank: int, directory: Path) -> dict[str, Any]:
     publisher = publisher_in(directory, channel="dying", rank=rank, group=dist.group.WORLD)
     first = publisher.publish(V1, fsdp_shards(rank, policy(1)), dtype=torch.float32, aliases=TIED)
     if rank == 1:
-        fingerprint, written = publishing.shard_fingerprint, 0
+        fingerprint, written = publishing.shard_sum, 0
 
-        def dying(*args: Any) -> int:
+        def dying(*args: Any) -> Tensor:
             nonlocal written
             written += 1
             if written > CHUNKS_BEFORE_DEATH:
                 os.kill(os.getpid(), signal.SIGKILL)
             return fingerprint(*args)
 
-        publishing.shard_fingerprint = dying
+        publishing.shard_sum = dying
     error = ""
     try:
         publisher.publish(V2, fsdp_shards(rank, policy(2)), dtype=torch.float32, aliases=TIED)

@@ -205,7 +205,7 @@ def test_the_sum_for_accelerators_is_the_sum_for_hosts(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_DEVICE_CHUNK", chunk)
         for part in module._parts(bits.view(BITS[dtype]), whole_shape, offset):
-            assert unsigned(module._sum_on_device(*part)) == unsigned(module._sum_on_host(*part))
+            assert unsigned(int(module._sum_on_device(*part))) == unsigned(module._sum_on_host(*part))
 
 
 def test_a_transposed_view_counts_as_what_it_shows() -> None:

@@ -14,7 +14,8 @@
   publication older than the one in the slot is refused.
 - A new file gets its name when it is whole, so a relay that dies leaves none that is half new under a name that
   generators read. The relay after it makes new files.
-- A read that was given up may still write. So a chunk is read into memory of its own, and copied from there.
+- A read that was given up may still write. So a chunk is read into a buffer, which is not used again then, and copied
+  from there.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class WeightRelay(ConnectedActor):
         self._slots: dict[str, _Slot] = {}  # by location
         self._preparing = asyncio.Lock()
         self._tokens = itertools.count()
+        self._buffers: dict[int, list[memoryview]] = {}  # by size: registered once, and in no read that was given up
 
     @endpoint
     async def setup(self, relays: Relays) -> int:
@@ -276,21 +278,21 @@ class WeightRelay(ConnectedActor):
         token, handles = await call(opening, WeightRelay.open, slot.publication)
         seconds = PATIENCE_SECONDS + READS * slot.chunk_bytes // SLOWEST_BYTES_PER_SECOND
         missing = slot.missing()
+        kept = self._buffers.setdefault(slot.chunk_bytes, [])
 
         async def fetch() -> None:
-            buffer = memoryview(bytearray(slot.chunk_bytes))
+            buffer = kept.pop() if kept else memoryview(bytearray(slot.chunk_bytes))
             while missing:
                 index = missing.popleft()
                 await call(seconds, WeightRelay.arrived, token, index)
                 chunk = slot.chunk(index)
-                size = chunk.stop - chunk.start
-                part = buffer if size == len(buffer) else buffer[:size]
                 async with asyncio.timeout(seconds):
-                    await handles[index].read_into(part, timeout=seconds)
+                    await handles[index].read_into(buffer, timeout=seconds)
                 if slot.here[index].done():  # it will not come any more: the memory is another publication's
-                    return
-                slot.memory[chunk] = part
+                    break
+                slot.memory[chunk] = buffer[: chunk.stop - chunk.start]
                 slot.here[index].set_result(None)
+            kept.append(buffer)
 
         async with asyncio.TaskGroup() as tasks:
             gone = tasks.create_task(connection.gone())

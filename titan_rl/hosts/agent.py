@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from monarch.rdma import RDMABuffer
+
 from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
 from titan_rl.metrics.timeline import SPANS, Pulse, timeline
@@ -241,6 +243,11 @@ class HostAgent(ConnectedActor):
     async def echo(self, content: bytes) -> bytes:
         """Shows that packets of every size pass."""
         return content
+
+    @endpoint
+    async def offer_memory(self) -> RDMABuffer:
+        """16 MiB to be read from another host: RDMA needs locked memory, and often a process may lock 8 MiB."""
+        return await asyncio.to_thread(RDMABuffer, memoryview(bytearray(16 << 20)))  # which keeps it alive
 
     @endpoint
     async def digests(self, needed: tuple[str, ...]) -> list[str]:

@@ -73,6 +73,8 @@ class HostControl:
         are checked first."""
         check, silent = self._check if self._table.placement else None, self._where.host_seconds
         await self._supervisor.provisioner.attach(workers, silent_seconds=silent, on_lost=self.lost, check=check)
+        if self._where.rdma == "auto":
+            await asyncio.gather(*(self._table.hosts[name].try_rdma(self._supervisor.say) for name in workers))
 
     def lost(self, host: Host) -> None:
         """The host answers no more."""

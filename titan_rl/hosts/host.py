@@ -20,12 +20,13 @@ import queue
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from monarch.actor import attach_to_workers, shutdown_context, this_host
+from monarch.rdma import is_ibverbs_available
 
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, refuse_differences
@@ -36,7 +37,7 @@ from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import Connection, bounded
 from titan_rl.rpc.mesh_client import LOOKS, until_still
 from titan_rl.supervision.fork_server import Stage
-from titan_rl.supervision.process import scratch_directory
+from titan_rl.supervision.process import TCP_ONLY, scratch_directory
 from titan_rl.supervision.process_watch import ProcessWatch
 from titan_rl.weights.segment_files import remove_segments_of
 
@@ -91,6 +92,8 @@ class Host:
     logs: str
     """Directory of log files; empty: processes print to the terminal."""
     python: str
+    variables: Mapping[str, str] = {}
+    """For every process on it."""
     lost = ""
     """Why it cannot be used any more."""
 
@@ -152,6 +155,10 @@ class Host:
 
     async def require_sees(self, run_directory: Path) -> None:
         """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""
+
+    async def try_rdma(self, say: Callable[[str], None]) -> None:
+        """Read from its memory by RDMA, where both hosts have it: Monarch itself does not go back to TCP. If that
+        fails, what is spawned there from now on uses TCP."""
 
 
 class Pace:
@@ -281,6 +288,19 @@ class AttachedHost(Host):
         self.python, self.logs = known.python, str(self.scratch / "logs") if self._log_directory else ""
         refuse_differences(self.label, known)
         self._pulses = asyncio.ensure_future(self._watch_pulses())
+
+    async def try_rdma(self, say: Callable[[str], None]) -> None:
+        if not is_ibverbs_available():
+            return
+        assert self._agent is not None
+        try:
+            memory = await self._agent.call(CALL_SECONDS, HostAgent.offer_memory)
+            reading = memory.read_into(memoryview(bytearray(memory.size())), timeout=int(CALL_SECONDS))
+            await bounded(reading, what="the first read", seconds=CALL_SECONDS)
+        except Exception as error:  # of Monarch, of its libraries, or of the agent
+            self.variables = TCP_ONLY
+            why = str(error).partition("\n")[0]
+            say(f"RDMA from {self.label} does not work ({why}): its weights and samples go by TCP")
 
     def mesh(self) -> Any:
         return self._mesh

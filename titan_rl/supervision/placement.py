@@ -31,7 +31,7 @@ from titan_rl.generation.config import generator_environment
 from titan_rl.hosts.facts import HostFacts
 from titan_rl.importing import import_name
 from titan_rl.supervision.fork_server import Stage
-from titan_rl.supervision.process import SUPERVISION_ENVIRONMENT
+from titan_rl.supervision.process import SUPERVISION_ENVIRONMENT, TCP_ONLY
 
 Device = Literal["cpu", "cuda"]
 
@@ -264,7 +264,7 @@ def plan(
             f'{devices or "none"}; placement.device = "cpu" needs none'
         )
     trainer = config.trainer
-    common = {**_threads(where.threads), **SUPERVISION_ENVIRONMENT}
+    common = {**_threads(where.threads), **SUPERVISION_ENVIRONMENT, **(TCP_ONLY if where.rdma == "off" else {})}
     generators = config.generator_names() if generators is None else generators
     stay = {
         mesh.name: mesh

@@ -59,6 +59,10 @@ SUPERVISION_ENVIRONMENT = {
 - No process ends because it cannot return an answer to a dead sender, as it would after 30 s, even if nobody waits for
   that answer."""
 
+TCP_ONLY = {"MONARCH_RDMA_DISABLE_IBVERBS": "1"}
+"""What a process of `placement.rdma = "off"` has. Monarch reads it at its first transfer, for good. A process that uses
+RDMA reads by TCP from one that does not, and the other way round."""
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -327,6 +327,7 @@ def _command(plan: MeshPlan, spawn_id: str, host: Host, first: int, count: int, 
     environment: dict[str, str | None] = {
         **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable
         **plan.env[rank],
+        **host.variables,
         "RANK": str(rank),
         # On CUDA a rank sees only its own device, so that is always number 0.
         "LOCAL_RANK": str(int(point.rank)) if plan.devices[rank] is None else "0",

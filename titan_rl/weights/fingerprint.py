@@ -51,8 +51,8 @@ elements: with twice as many the sum over large tensors takes a quarter longer."
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
 """Dtypes that can be served, and the integer that an element's bits are read as."""
 
-_DEVICE_CHUNK = 1 << 24
-"""Elements that are widened to int64 at a time on an accelerator: 128 MiB."""
+_DEVICE_CHUNK = 1 << 23
+"""Elements that are widened to int64 at a time on an accelerator: 64 MiB, because an engine has filled the rest."""
 
 
 _MODULUS = 1 << 64
@@ -70,7 +70,13 @@ def unsigned(value: int) -> int:
 
 
 def shard_fingerprint(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> int:
-    """This box's summand of the fingerprint of the whole tensor, unsigned 64-bit.
+    """`shard_sum` as the unsigned 64-bit number that manifests have."""
+    return unsigned(int(shard_sum(data, global_shape, offset)))
+
+
+def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Tensor:
+    """This box's summand of the fingerprint of the whole tensor: [] int64, where the data is, so that a device goes on
+    until it is read.
 
     Args:
         data: the box (empty: 0), float32 or bfloat16, on any device, contiguous or not; or panels (`TensorShard.data`).
@@ -82,10 +88,10 @@ def shard_fingerprint(data: Tensor, global_shape: Sequence[int], offset: Sequenc
     if data.dtype not in BITS:
         raise WeightsError(f"no fingerprint of {data.dtype}; served are {', '.join(map(str, BITS))}")
     check_box(box_shape(data.shape, global_shape), global_shape, offset)
-    if not data.numel():
-        return 0
-    sum_of = _sum_on_host if data.device.type == "cpu" else _sum_on_device
-    return unsigned(sum(sum_of(*part) for part in _parts(data.detach().view(BITS[data.dtype]), global_shape, offset)))
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for part in _parts(data.detach().view(BITS[data.dtype]), global_shape, offset) if data.numel() else ():
+        total += _SUMS.get(data.device.type, _sum_on_device)(*part)
+    return total
 
 
 def combined_fingerprint(manifest: Manifest) -> int:
@@ -149,7 +155,11 @@ def _sum_on_host(panels: Tensor, row: int, column: int, blocks: int) -> int:
         memory = part.as_strided((span,), (1,)).numpy()
         memory = memory.view(f"u{memory.itemsize}")
         total += compiled_sum()(memory, *part.shape, *part.stride(), row, column + each, width, blocks)
-    return total
+    return signed(total)
+
+
+_SUMS = {"cpu": _sum_on_host}
+"""By type of device; `_sum_on_device` for any other."""
 
 
 @functools.cache
@@ -208,16 +218,35 @@ def _weighted(memory, start, runs, step, run_keys, size, keys, first_key):  # ty
     return total
 
 
-def _sum_on_device(panels: Tensor, row: int, column: int, blocks: int) -> int:
-    """The same sum by torch, for accelerators. Tested on CPU tensors; never run on an accelerator."""
-    matrix, device = panels.reshape(panels.shape[0] * panels.shape[1], -1), panels.device
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    rows = row + torch.arange(len(matrix), device=device)[:, None]
-    columns = column + torch.arange(matrix.shape[1], device=device)
-    column_keys, mask = odd_key(columns % BLOCK), (1 << (8 * panels.itemsize)) - 1
-    at_a_time = max(1, _DEVICE_CHUNK // len(columns))
-    for part, numbers in zip(matrix.split(at_a_time), rows.split(at_a_time), strict=True):
-        bits = part.to(torch.int64) & mask
-        keys = column_keys * odd_key(BLOCK + numbers * blocks + columns // BLOCK)
-        total += ((bits ^ (bits >> 16)) * keys).sum()
-    return int(total.item())
+def _sum_on_device(panels: Tensor, row: int, column: int, blocks: int) -> Tensor:
+    """The same sum by torch, for accelerators: 34 bytes of traffic per element of bfloat16, and no read. Tested on CPU
+    tensors; never run on an accelerator."""
+    matrix = panels.reshape(panels.shape[0] * panels.shape[1], -1)
+    mask, width = torch.full((1,), (1 << (8 * panels.itemsize)) - 1, device=panels.device), matrix.shape[1]
+    total, start = torch.zeros((), dtype=torch.int64, device=panels.device), 0
+    while start < width:  # the rest of a block, whole blocks, or the beginning of one
+        block, place = divmod(column + start, BLOCK)
+        size = min(BLOCK - place, width - start)
+        count = (width - start) // BLOCK if size == BLOCK else 1
+        keys, place_keys = _keys(panels.device, row, len(matrix), blocks, block, count, place, size)
+        strip = matrix[:, start : start + count * size].unflatten(1, (count, size))
+        rows = max(1, _DEVICE_CHUNK // (count * size))
+        for part, part_keys in zip(strip.split(rows), keys.split(rows), strict=True):
+            bits = part & mask  # which widens, too
+            if panels.itemsize > 2:  # else folding changes nothing
+                bits ^= bits >> 16
+            total += bits.mul_(place_keys).sum(-1).mul_(part_keys).sum()
+        start += count * size
+    return total
+
+
+@functools.lru_cache(256)
+def _keys(
+    device: torch.device, row: int, rows: int, blocks: int, block: int, count: int, place: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Of blocks of rows [rows, count], and of places in them [size]. Layers share theirs."""
+    numbers = row + torch.arange(rows, device=device)[:, None]
+    return (
+        odd_key(BLOCK + numbers * blocks + block + torch.arange(count, device=device)),
+        odd_key(place + torch.arange(size, device=device)),
+    )

@@ -8,7 +8,8 @@ What always holds:
   rank that dies or raises half-way leaves a free slot with rubbish in it and every live publication as it was.
 - The bytes of a live publication do not change. A slot is written only while it is free.
 - All ranks agree: names, shapes, slot and version are compared before the first byte is written.
-- Fingerprints are taken of the stored bytes, read back, in the dtype that is served.
+- Fingerprints are taken in the dtype that is served: on the CPU of the stored bytes, read back; on CUDA of the cast
+  tensors before they cross to the host, so that readers find damage on the way.
 
 A slot is a segment: a file in shared memory, which is recycled. A fresh one costs the time of eight copies, because the
 kernel has to find and clear it. A trainer over several hosts ends a publication with the same bytes in a segment of
@@ -21,7 +22,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,10 +35,10 @@ from torch import Tensor
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import BITS, check_box, shard_fingerprint, signed, unsigned
+from titan_rl.weights.fingerprint import BITS, check_box, shard_sum, unsigned
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
-from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_at, segment_location
+from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,10 +49,6 @@ Aliases = tuple[tuple[str, str], ...]
 
 ALIGNMENT = 64
 """Bytes; what tensors start at a multiple of (a cache line, and what vector loads like)."""
-
-_CHUNK_BYTES = 4 << 20
-"""Written and fingerprinted at a time: small enough that the fingerprint finds the bytes still in the last cache, large
-enough that the calls, 40 µs each, do not matter (they took a third of a copy at 1 MiB)."""
 
 _PIECE_BYTES = 16 << 20
 """That a host sends to the others at a time, or one row: enough for a link's speed, little enough to be held for each
@@ -170,7 +167,7 @@ class SharedMemoryPublisher:
         if mapped is None or mapped.numel() < nbytes:
             self._mapped.pop(slot, None)
             self._ranks.together(what, lambda: _create(path, nbytes) if self._is_first else None)
-            mapped = self._mapped[slot] = self._ranks.together(what, lambda: _map(path))
+            mapped = self._mapped[slot] = self._ranks.together(what, lambda: map_tensor(path)[0])
         return mapped
 
     def _free_slot(self, version: PolicyVersion) -> int:
@@ -306,33 +303,46 @@ def _create(path: Path, nbytes: int) -> None:
         raise WeightsError(f"{error} or lower weights.max_live") from error
 
 
-def _map(path: Path) -> Tensor:
-    return torch.frombuffer(map_segment(path)[0], dtype=torch.uint8)
+def _store_from_device(part: Tensor, place: Tensor) -> Tensor:
+    """Half of the bytes cross if they are cast first. Nothing is waited for where the place is in one piece."""
+    served = part.to(place.dtype)
+    place.copy_(served, non_blocking=place.is_contiguous())
+    return served
+
+
+_WAYS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
+    # Small enough that the fingerprint finds the bytes still in the last cache, large enough that the calls, 40 µs
+    # each, do not matter (they took a third of a copy at 1 MiB).
+    "cpu": (4 << 20, lambda part, place: place.copy_(part)),
+    "cuda": (256 << 20, _store_from_device),  # bounds the memory for the cast
+}
+"""By type of device: bytes written at a time; what writes them, and returns what to take the fingerprint of."""
 
 
 def _write(segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Tensor:
     """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
-    sums = torch.zeros(2, len(layout.entries), dtype=torch.int64)
-    fingerprints, elements = sums.numpy()  # writes through; an index into an array is cheaper than into a tensor
     indices = {entry.name: index for index, entry in enumerate(layout.entries)}
+    elements, device = [0] * len(indices), shards[0].data.device if shards else "cpu"
+    fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
     for shard in shards:
         index = indices[shard.name]
-        written = _write_shard(shard, layout.entries[index].view(segment))
-        fingerprints[index] = signed(int(fingerprints[index]) + written)
+        fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
         elements[index] += shard.data.numel()
-    return sums
+    # To read the sums is to wait for the copies, which were queued before.
+    return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
 
 
-def _write_shard(shard: TensorShard, whole: Tensor) -> int:
-    """Store a shard in its tensor and return its fingerprint, a cacheful at a time."""
+def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:
+    """Store a shard in its tensor and return its fingerprint (`shard_sum`), a chunk at a time."""
     source, target, shape, offset = shard.data.detach(), whole[shard.slices], shard.global_shape, shard.offset
     if not shape:
         source, target, shape, offset = source.reshape(1), target.reshape(1), (1,), (0,)
-    rows = max(1, _CHUNK_BYTES * len(source) // (source.numel() * source.itemsize))
-    fingerprint = 0
+    chunk_bytes, store = _WAYS[source.device.type]
+    rows = max(1, chunk_bytes * len(source) // source.nbytes)
+    fingerprint = torch.zeros((), dtype=torch.int64, device=source.device)
     for row in range(0, len(source), rows):
-        stored = target[row : row + rows].copy_(source[row : row + rows])
-        fingerprint += shard_fingerprint(stored, shape, (offset[0] + row, *offset[1:]))
+        stored = store(source[row : row + rows], target[row : row + rows])
+        fingerprint += shard_sum(stored, shape, (offset[0] + row, *offset[1:]))
     return fingerprint
 
 

@@ -18,10 +18,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from titan_rl.errors import StorageError, WeightsError
-from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, signed, unsigned
+from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, shard_sum, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
-from titan_rl.weights.segment_files import Identity, identity_of, map_segment, segment_at
+from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +35,14 @@ _Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 class SharedMemoryReader:
-    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread."""
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread.
 
-    def __init__(self) -> None:
+    Args:
+        page_lock: see `map_tensor`.
+    """
+
+    def __init__(self, *, page_lock: bool = True) -> None:
+        self._page_lock = page_lock
         self._mapped: dict[Path, tuple[Tensor, Identity]] = {}  # the bytes [N] uint8, and of which file
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
@@ -56,9 +61,7 @@ class SharedMemoryReader:
             if content is None or identity != identity_of(path):
                 # A name with another file behind it: the publisher was started again, or needed more room.
                 self._mapped = {name: kept for name, kept in self._mapped.items() if name.exists()}
-                memory, identity = map_segment(path)
-                content = torch.frombuffer(memory, dtype=torch.uint8)  # the mapping goes with the last view of it
-                self._mapped[path] = content, identity
+                content, identity = self._mapped[path] = map_tensor(path, page_lock=self._page_lock)
         except FileNotFoundError as error:
             raise WeightsError(f"{publication.channel} {publication.version} is gone: there is no {path}") from error
         if content.numel() < publication.manifest.nbytes:
@@ -73,7 +76,7 @@ def save_publication(publication: Publication, directory: Path) -> None:
     """Write a live publication to a new directory, for `shards_of_files`. Raises WeightsError if it is gone or is not
     as it was published, StorageError if it cannot be written."""
     file = directory / "model.safetensors"
-    tensors = dict(SharedMemoryReader().tensors(publication))
+    tensors = dict(SharedMemoryReader(page_lock=False).tensors(publication))
     expected = _expected(publication.manifest)
     for name, tensor in tensors.items():
         if shard_fingerprint(tensor, tensor.shape, (0,) * tensor.ndim) != expected[name].fingerprint:
@@ -154,6 +157,7 @@ def _expected(manifest: Manifest) -> dict[str, TensorEntry]:
 def _look(expected: dict[str, TensorEntry], served: Iterable[TensorShard]) -> _Findings:
     indices = {name: index for index, name in enumerate(expected)}
     findings = _Findings([0] * len(expected), [0] * len(expected))
+    looked: list[tuple[TensorShard, Tensor]] = []
     for shard in served:
         entry = expected.get(shard.name)
         if entry is None:
@@ -163,14 +167,17 @@ def _look(expected: dict[str, TensorEntry], served: Iterable[TensorShard]) -> _F
         if (dtype, shape) != (entry.dtype, entry.shape):
             findings.problems.append(f"{shard.name} is {dtype} {shape}, published as {entry.dtype} {entry.shape}")
             continue
-        fingerprint = shard_fingerprint(shard.data, shape, shard.offset)
+        looked.append((shard, shard_sum(shard.data, shape, shard.offset)))
+    sums = torch.stack([each for _, each in looked]).tolist() if looked else []  # the only read from a device
+    for (shard, _), fingerprint in zip(looked, map(unsigned, sums), strict=True):
+        entry = expected[shard.name]
         box = (shard.name, tuple(shard.offset), shard.shape)
         if shard.counted:
             index = indices[shard.name]
             findings.fingerprints[index] += fingerprint
             findings.elements[index] += shard.data.numel()
             findings.counted[box] = fingerprint
-        elif shard.shape != shape:
+        elif shard.shape != entry.shape:
             findings.partial_replicas[box] = fingerprint
         elif fingerprint != entry.fingerprint:
             findings.problems.append(f"the replica of {shard.name} is not what was published")

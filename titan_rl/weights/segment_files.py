@@ -1,8 +1,8 @@
 """The files behind shared memory: how they are named, and how those of dead owners are removed.
 
 A file outlives a killed process, so its name carries the process id of its owner (`processes.owner_pid`). The start of
-a run removes the files whose owner is gone. Only names of the exact pattern are ever touched. Standard library only:
-the controller calls this without loading torch.
+a run removes the files whose owner is gone. Only names of the exact pattern are ever touched. Importing this loads
+the standard library only, because the controller does.
 
 A publication is on several hosts, each of which has an owner. So its location leaves the owner out:
 
@@ -15,12 +15,17 @@ import mmap
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titan_rl.errors import ConfigError, StorageError
 from titan_rl.processes import owner_pid
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DIRECTORY = Path("/dev/shm")
 _PATTERN = re.compile(r"titan_rl-(?P<owner>\d+)-(?P<channel>[A-Za-z0-9_.]+)-(?P<slot>\d+)")
@@ -83,6 +88,24 @@ def map_segment(path: Path) -> tuple[mmap.mmap, Identity]:
         return mmap.mmap(descriptor, state.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE), _identity(state)
     finally:
         os.close(descriptor)
+
+
+def map_tensor(path: Path, *, page_lock: bool = True) -> tuple[Tensor, Identity]:
+    """As `map_segment`, in a tensor [N] uint8. Its pages are locked where this process uses CUDA, which takes a second
+    for some GB: only then does a copy run at the speed of the link and beside the host. Never run on CUDA. Raises
+    also StorageError: they cannot be locked."""
+    import numpy as np
+    import torch
+
+    memory, identity = map_segment(path)
+    array = np.frombuffer(memory, np.uint8)
+    if page_lock and torch.cuda.is_initialized():
+        address, runtime = array.ctypes.data, torch.cuda.cudart()
+        if (error := runtime.cudaHostRegister(address, array.nbytes, 0)).value:
+            raise StorageError(f"CUDA cannot lock the {array.nbytes >> 20} MiB of {path} in memory ({error})")
+        # The array goes with the last view of it; the mapping, which must outlast the lock, after this call.
+        weakref.finalize(array, lambda mapped: runtime.cudaHostUnregister(address), memory).atexit = False
+    return torch.from_numpy(array), identity
 
 
 def identity_of(path: Path) -> Identity:

@@ -75,12 +75,22 @@ def served_shards(model: torch.nn.Module, tp_rank: int, *, packed: bool = True) 
 
 
 def load(tensors: Mapping[str, Tensor], served: Iterable[TensorShard]) -> None:
-    """Store whole tensors in these shards; a shard of another name stays as it is."""
-    from titan_rl.weights.panels import store  # here: it loads numba
-
+    """Store whole tensors in these shards; a shard of another name stays as it is. The tensors may change after it."""
     for shard in served:
-        if shard.name in tensors:
-            store(tensors[shard.name][shard.slices], shard.data)
+        if (whole := tensors.get(shard.name)) is None:
+            continue
+        box = whole[shard.slices]
+        if shard.data.device.type == "cpu":
+            from titan_rl.weights.panels import store  # here: it loads numba
+
+            store(box, shard.data)
+            continue
+        # A box of columns is cut out on the device: the host would put it together in one thread. More bytes cross,
+        # and the device needs room for the whole matrix.
+        box = box if box.is_contiguous() else whole.to(shard.data.device, non_blocking=True)[shard.slices]
+        shard.data.copy_(box, non_blocking=True)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def check_places(tensors: Mapping[str, Tensor], parameters: Iterable[TensorShard]) -> None:
