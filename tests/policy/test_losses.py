@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed._tools.mem_tracker import MemTracker
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy import token_scores as scores_module
@@ -335,29 +336,48 @@ def expected_scores(logits, targets, temperature):
     return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
-@pytest.fixture(params=[scores_module.CHUNK_ELEMENTS, 20], ids=["one chunk", "many chunks"])
+@pytest.fixture(params=[scores_module.CHUNK_ELEMENTS["cpu"], 20], ids=["one chunk", "many chunks"])
 def chunk(request, monkeypatch):
-    monkeypatch.setattr(scores_module, "CHUNK_ELEMENTS", request.param)
+    monkeypatch.setitem(scores_module.CHUNK_ELEMENTS, "cpu", request.param)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scores_and_their_gradient_are_those_of_log_softmax(chunk, temperature):
+def test_scores_and_their_gradients_are_those_of_log_softmax(chunk, temperature):
     torch.manual_seed(0)
-    logits = (4 * torch.randn(17, 9)).requires_grad_()
+    hidden, head = torch.randn(17, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     targets, pull, push = torch.randint(0, 9, (17,)), torch.randn(17), torch.randn(17)
-    logprobs, entropies = token_scores(logits, targets, temperature=temperature)
+    logprobs, entropies = token_scores(hidden, head, targets, temperature=temperature)
     (logprobs @ pull + entropies @ push).backward()
-    wanted = logits.detach().double().requires_grad_()
-    wanted_logprobs, wanted_entropies = expected_scores(wanted, targets, temperature)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, head)]
+    wanted_logprobs, wanted_entropies = expected_scores(exact[0] @ exact[1].T, targets, temperature)
     (wanted_logprobs @ pull.double() + wanted_entropies @ push.double()).backward()
-    torch.testing.assert_close(logprobs.double(), wanted_logprobs, atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(entropies.double(), wanted_entropies, atol=2e-6, rtol=1e-6)
-    torch.testing.assert_close(logits.grad.double(), wanted.grad, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(logprobs.double(), wanted_logprobs, atol=4e-6, rtol=1e-6)
+    torch.testing.assert_close(entropies.double(), wanted_entropies, atol=4e-6, rtol=1e-6)
+    for tensor, wanted in zip((hidden, head), exact, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), wanted.grad, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_does_not_grow_with_rows_times_vocabulary(monkeypatch, dtype):
+    vocabulary, size, rows = 4096, 8, 64
+    monkeypatch.setitem(scores_module.CHUNK_ELEMENTS, "cpu", rows * vocabulary)
+
+    def peak(count):
+        hidden, head = (torch.randn(n, size, dtype=dtype, requires_grad=True) for n in (count, vocabulary))
+        targets = torch.randint(0, vocabulary, (count,))
+        with MemTracker() as tracker:
+            logprobs, entropies = token_scores(hidden, head, targets, temperature=0.7)
+            (logprobs.sum() + entropies.sum()).backward()
+        return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+
+    one, many = peak(rows), peak(16 * rows)
+    assert one > 4 * rows * vocabulary  # it does count: a chunk as float32
+    assert many < 1.3 * one
 
 
 def test_a_sure_policy_loses_no_precision():
     logits = torch.tensor([[100.0, 80.0, 60.0]])
-    logprobs, entropies = token_scores(logits, torch.tensor([0]), temperature=1.0)
+    logprobs, entropies = token_scores(logits, torch.eye(3), torch.tensor([0]), temperature=1.0)
     wanted_logprobs, wanted_entropies = expected_scores(logits, torch.tensor([0]), 1.0)
     assert abs(logprobs.item() - wanted_logprobs.item()) < 1e-8
     assert abs(entropies.item() - wanted_entropies.item()) < 1e-8
@@ -367,7 +387,7 @@ def test_bfloat16_logits_are_scored_in_float32():
     torch.manual_seed(0)
     logits = torch.randn(5, 300).bfloat16().requires_grad_()
     targets = torch.randint(0, 300, (5,))
-    logprobs, entropies = token_scores(logits, targets, temperature=1.0)
+    logprobs, entropies = token_scores(logits, torch.eye(300).bfloat16(), targets, temperature=1.0)
     wanted, _ = expected_scores(logits.detach(), targets, 1.0)
     assert logprobs.dtype == entropies.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), wanted, atol=1e-5, rtol=0)
@@ -376,7 +396,8 @@ def test_bfloat16_logits_are_scored_in_float32():
 
 
 def test_no_rows_give_a_zero_with_a_gradient():
-    logits = torch.randn(0, 5).requires_grad_()
-    logprobs, _ = token_scores(logits, torch.zeros(0, dtype=torch.int64), temperature=1.0)
+    hidden, head = torch.randn(0, 5, requires_grad=True), torch.randn(7, 5, requires_grad=True)
+    logprobs, _ = token_scores(hidden, head, torch.zeros(0, dtype=torch.int64), temperature=1.0)
     logprobs.sum().backward()
-    assert logits.grad.shape == (0, 5)
+    assert hidden.grad.shape == (0, 5)
+    assert head.grad.shape == (7, 5) and not head.grad.any()

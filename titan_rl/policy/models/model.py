@@ -19,11 +19,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC
@@ -73,17 +75,9 @@ class Policy:
     def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
-        logits = self.module(batch.tokens, positions=batch.positions, attention_masks=documents)
-        logits = local_part(logits)  # this rank's part of the vocabulary
-        # The vocabulary is split as by torch.chunk.
-        first = self.tensor_rank * math.ceil(self.shape.vocab / self.dims.tp)
-        return token_scores(
-            logits[0].index_select(0, batch.rows),
-            batch.targets,
-            temperature=temperature,
-            vocab_start=first,
-            group=self.tensor_group,
-        )
+        wanted = WantedScores(batch.rows, batch.targets, temperature)
+        scores: tuple[Tensor, Tensor] = self.module(batch.tokens, batch.positions, documents, wanted)
+        return scores
 
     @property
     def tensor_group(self) -> torch.distributed.ProcessGroup | None:
@@ -142,6 +136,8 @@ def build_policy(
     varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
     model_config = qwen3_model_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
     set_qwen3_sharding_config(model_config, enable_sp=False, enable_ep=False)
+    head = model_config.lm_head.sharding_config
+    model_config.lm_head.sharding_config = dataclasses.replace(head, out_src_shardings=None, out_dst_shardings=None)
     with torch.device("meta"):
         model = model_config.build()
     parallelize_qwen3(
@@ -221,15 +217,61 @@ def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> 
             ),
         )
 
-    return Qwen3Model.Config(
+    return ScoringModel.Config(
         vocab_size=shape.vocab,
         dim=shape.dim,
         norm=norm(shape.dim),
         enable_weight_tying=shape.tied,
         tok_embeddings=Embedding.Config(num_embeddings=shape.vocab, embedding_dim=shape.dim, param_init=_NO_INIT),
-        lm_head=Linear.Config(in_features=shape.dim, out_features=shape.vocab, param_init=_NO_INIT),
+        lm_head=ScoringHead.Config(in_features=shape.dim, out_features=shape.vocab, param_init=_NO_INIT),
         layers=[layer() for _ in range(shape.layers)],
     )
+
+
+class WantedScores(NamedTuple):
+    """Which of a row's T tokens predict something, and what."""
+
+    rows: Tensor  # [N] int64, index into T
+    targets: Tensor  # [N] int64
+    temperature: float
+
+
+class ScoringHead(Linear):
+    """torchtitan's head, which answers with scores and not with logits. It is called once per forward pass of the
+    model, as FSDP expects of a module that shares its unit with others."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        pass
+
+    def forward(self, input: Tensor, wanted: WantedScores) -> tuple[Tensor, Tensor]:
+        """`input`: [1, T, D], under tensor parallelism the same on all ranks."""
+        head, vocab_start, group = self.weight, 0, None
+        if isinstance(head, DTensor) and isinstance(input, DTensor):
+            mesh = head.device_mesh
+            group = mesh.get_group()
+            vocab_start = mesh.get_local_rank() * math.ceil(len(head) / mesh.size())  # split as by torch.chunk
+            # Each rank's part of the vocabulary gives the hidden rows a summand of their gradient.
+            head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
+        rows, targets, temperature = wanted
+        hidden = input[0].index_select(0, rows)
+        return token_scores(hidden, head, targets, temperature=temperature, vocab_start=vocab_start, group=group)
+
+
+class ScoringModel(Qwen3Model):
+    """Qwen3 whose output is `token_scores`."""
+
+    _skip_lm_head = True
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        pass
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, wanted: WantedScores
+    ) -> tuple[Tensor, Tensor]:
+        scores: tuple[Tensor, Tensor] = self.lm_head(super().forward(tokens, positions, attention_masks), wanted)
+        return scores
 
 
 class PackedDocuments(VarlenMetadata):
