@@ -21,6 +21,7 @@ an operator in the cluster and a controller outside the job, and writes no manif
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -37,6 +38,12 @@ from titan_rl.bounds import Count, CountOrZero
 from titan_rl.errors import ConfigError
 from titan_rl.hosts.worker import NODES
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, apply, print_error
+from titan_rl.run.memory import shape_of, shared_memory
+
+NCCL = {"NCCL_DEBUG": "WARN"}
+"""Environment of jobs with GPUs: NCCL says which links it cannot use."""
+LEAST_SHARED_MEMORY = 16
+"""GiB of a pod's /dev/shm."""
 
 TRUSTED = "Trusted networks only: whoever reaches a port of the run can run any code on its nodes."
 
@@ -50,6 +57,8 @@ class Start:
     """Of the job, on a file system that all nodes share; the run is below it."""
     arguments: tuple[str, ...]
     """Of `titan-rl train`."""
+    shared_memory: int = 0
+    """Bytes of /dev/shm that the run takes on a host."""
 
     def command(self, python: str) -> list[str]:
         """The command of every node."""
@@ -92,7 +101,7 @@ run() {{  # run FIRST_NODE NODES COMMAND: one task per node
 run 0 "$SLURM_JOB_NUM_NODES" bash -c 'test -d "$0" || {{ echo "$SLURMD_NODENAME does not see $0: choose a'\\
 ' --logging.directory on a file system that all nodes share" >&2; exit 2; }}' "$directory" || exit 2
 
-export WORLD_SIZE="$SLURM_JOB_NUM_NODES" LOCAL_WORLD_SIZE=1 PYTHONUNBUFFERED=1
+export WORLD_SIZE="$SLURM_JOB_NUM_NODES" LOCAL_WORLD_SIZE=1 PYTHONUNBUFFERED=1{nccl}
 export {nodes}="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\\n' ' ')"
 export MASTER_PORT="$("$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')"
 rank='export RANK=$((SLURM_PROCID + $0)) MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"; exec "$@"'
@@ -152,6 +161,7 @@ class SlurmConfig(JobConfig):
             python=shlex.quote(sys.executable),
             train=f"({shlex.join(start.command(sys.executable))})",
             nodes=NODES,
+            nccl="".join(f" {name}={value}" for name, value in NCCL.items() if self.gpus_per_node),
             save=self.save_seconds,
         )
 
@@ -177,8 +187,12 @@ class KubernetesConfig(JobConfig):
     namespace: str = "default"
     memory: str = ""
     """Of each pod, such as `64Gi`; empty: no limit."""
-    shared_memory: str = "16Gi"
-    """Size of /dev/shm, which counts as memory. Kubernetes' own 64 MiB are too few."""
+    shared_memory: str = ""
+    """Size of /dev/shm, which counts as memory; empty: what the policy's publications and copies take, and a quarter
+    more. Kubernetes' own 64 MiB are too few."""
+    rdma: str = ""
+    """Resource of the cluster's RDMA plug-in, such as `rdma/hca_shared_devices_a`: each pod gets one, and may lock
+    memory. Empty: ranks of several hosts speak TCP."""
 
     program: ClassVar = ("kubectl", "apply", "--filename")
     required: ClassVar = ("image", "claim")
@@ -203,14 +217,20 @@ class KubernetesConfig(JobConfig):
             {"name": "MASTER_PORT", "value": str(_PORT)},
             {"name": NODES, "value": " ".join(nodes)},
             {"name": "RANK", "valueFrom": {"fieldRef": {"fieldPath": index}}},
+            *({"name": name, "value": value} for name, value in NCCL.items() if self.gpus_per_node),
         ]
         limits = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
+        limits |= {self.rdma: 1} if self.rdma else {}
+        shared_memory = (
+            self.shared_memory or f"{max(LEAST_SHARED_MEMORY, math.ceil(start.shared_memory * 1.25 / 2**30))}Gi"
+        )
         container = {
             "name": "titan-rl",
             "image": self.image,
             "command": ["bash", "-c", _START, "start", *start.command("python")],
             "env": variables,
             "resources": {"limits": {key: str(value) for key, value in limits.items() if value}},
+            **({"securityContext": {"capabilities": {"add": ["IPC_LOCK"]}}} if self.rdma else {}),
             "volumeMounts": [
                 {"name": "runs", "mountPath": str(start.directory.parent)},
                 {"name": "shared-memory", "mountPath": "/dev/shm"},
@@ -224,7 +244,7 @@ class KubernetesConfig(JobConfig):
             "containers": [container],
             "volumes": [
                 {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
-                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": self.shared_memory}},
+                {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}},
             ],
         }
         job = {
@@ -311,7 +331,9 @@ def _submit(command: Command, words: Sequence[str], kind: type[SlurmConfig | Kub
         raise ConfigError(f"after --, leave out {', '.join(taken)}: the job decides that by itself")
     config, _ = train.resolve(asked)
     name = f"{job.name or config.logging.name or config.recipe.rpartition(':')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
-    start = Start(name, Path(config.logging.directory) / name, tuple(words))
+    shape = shape_of(config)
+    taken_there = sum(shared_memory(config, shape).values()) if shape is not None else 0.0
+    start = Start(name, Path(config.logging.directory) / name, tuple(words), int(taken_there))
     if _DRY_RUN in command.flags:
         print(job.text(start), end="")
         return 0
