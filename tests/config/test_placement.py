@@ -208,7 +208,7 @@ def test_a_trainer_over_several_hosts_needs_a_trusted_network():
     where = PlacementConfig(hosts=("10.0.0.2:1",), trainer=("host0", "host1"))
     config = RunConfig(trainer=TrainerConfig(data_parallel=2), placement=where)
     placement = plan(config, *hosts)
-    table = SimpleNamespace(config=config, report=print, say=print)
+    table = SimpleNamespace(config=config, placement=placement, report=print, say=print)
     with pytest.raises(ConfigError, match="torch's connections between the hosts of a trainer are not encrypted"):
         TrainerKind(table).client(placement.mesh("trainer"))
     table.config = replace(config, placement=replace(where, trusted_network=True))
