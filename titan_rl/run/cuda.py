@@ -49,7 +49,7 @@ def lacking(host: HostFacts) -> Iterator[str]:
         yield f"Triton's launchers need Python's headers, and there is no {include}: apt install python3-dev"
 
 
-def slowing(*, several_hosts: bool = True) -> Iterator[str]:
+def slowing() -> Iterator[str]:
     """What a run does without, each with its remedy."""
     if find_spec("flashinfer_cubin") is None and not (shutil.which("ninja") and shutil.which("nvcc")):
         yield (
@@ -57,7 +57,7 @@ def slowing(*, several_hosts: bool = True) -> Iterator[str]:
             "ninja, and add CUDA's bin; or pip install flashinfer-cubin"
         )
     most = resource.getrlimit(resource.RLIMIT_MEMLOCK)[1]
-    if several_hosts and most >= 0 and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
+    if most >= 0 and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
         yield (
             f"a process may lock {most >> 20} MiB of memory, and transfers over InfiniBand lock all of theirs: raise "
             "the limit (ulimit -Hl unlimited; containers: --ulimit memlock=-1 --cap-add IPC_LOCK)"

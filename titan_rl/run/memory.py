@@ -30,6 +30,7 @@ ENGINE_RESERVE = 3 * GIB
 CHUNK = 128 << 20
 """Logits that the trainer computes at once, on CUDA."""
 
+_WIDTH = {"float32": 4, "bfloat16": 2}
 _PUBLISHED = {
     "Qwen3-0.6B": (1024, 28, 16, 3072),
     "Qwen3-1.7B": (2048, 28, 16, 6144),
@@ -66,7 +67,7 @@ def parameters(shape: Qwen3Shape) -> int:
 def trainer_memory(config: TrainerConfig, shape: Qwen3Shape) -> dict[str, float]:
     """Of one rank, at the peak of a step of full micro-batches."""
     shard, split = parameters(shape) / config.ranks, config.tensor_parallel
-    width = 2 if config.dtype == "bfloat16" else 4
+    width = _WIDTH[config.dtype]
     head = math.prod(shape.tensor_shapes()[EMBEDDING]) / split
     layer = (parameters(shape) / split - head * (1 if shape.tied else 2)) / shape.layers
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
@@ -88,8 +89,7 @@ def trainer_memory(config: TrainerConfig, shape: Qwen3Shape) -> dict[str, float]
 
 def generator_memory(config: RunConfig, shape: Qwen3Shape, device: int) -> dict[str, float]:
     """Of one rank. What is left of `gpu_memory_utilization` is KV cache."""
-    generator = config.generator
-    width = 2 if generator.dtype == "bfloat16" else 4
+    generator, width = config.generator, _WIDTH[config.generator.dtype]
     step = width * (4 * shape.dim + 2 * shape.ffn / generator.tensor_parallel) * generator.max_num_batched_tokens
     parts = {
         "weights": width * parameters(shape) / generator.tensor_parallel,
@@ -101,29 +101,23 @@ def generator_memory(config: RunConfig, shape: Qwen3Shape, device: int) -> dict[
 
 def kv_bytes(config: RunConfig, shape: Qwen3Shape) -> float:
     """Of one token, on one rank."""
-    width = 2 if config.generator.dtype == "bfloat16" else 4
+    width = _WIDTH[config.generator.dtype]
     return 2 * width * shape.layers * shape.kv_heads * shape.head_dim / config.generator.tensor_parallel
 
 
-def shared_memory(config: RunConfig, shape: Qwen3Shape) -> dict[str, float]:
+def shared_memory(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
     """In /dev/shm: publications on every host, copies of the trainer's state where its ranks are."""
-    width = 2 if config.generator.dtype == "bfloat16" else 4
+    publications = config.weights_settings().max_live * _WIDTH[config.generator.dtype]
     copies = (24 + 4 * (config.trainer.kl.coefficient > 0)) * config.checkpoint.in_memory
-    return {
-        "publications": float(config.weights_settings().max_live * width * parameters(shape)),
-        "copies of the trainer": float(copies * parameters(shape)),
-    }
+    return {"publications": publications * parameters(shape), "copies of the trainer": copies * parameters(shape)}
 
 
 def describe_memory(config: RunConfig, shape: Qwen3Shape, device: int) -> list[str]:
     """Lines for people: a device of so many bytes, then each kind of rank."""
     device = device or ASSUMED_DEVICE
     engine = generator_memory(config, shape, device)
-    rows = {
-        "a trainer rank": trainer_memory(config.trainer, shape),
-        "a generator rank": engine,
-        "/dev/shm, in all": shared_memory(config, shape),
-    }
+    rows = {"a trainer rank": trainer_memory(config.trainer, shape), "a generator rank": engine}
+    rows["/dev/shm, in all"] = {part: float(size) for part, size in shared_memory(config, shape).items()}
     lines = ["", f"memory by estimate, of {parameters(shape):,} parameters on devices of {device / GIB:.0f} GiB"]
     for name, parts in rows.items():
         listed = ", ".join(f"{part} {size / GIB:.1f}" for part, size in parts.items() if size)
@@ -137,9 +131,8 @@ def too_large(config: RunConfig, shape: Qwen3Shape, device: int, *, serving: boo
     trainer = trainer_memory(config.trainer, shape)
     if not serving and (needed := sum(trainer.values())) > USABLE * device:
         largest = max(trainer, key=lambda part: trainer[part])
-        remedy = "trainer.data_parallel"
-        if largest == "activations":
-            remedy = "trainer.activation_checkpointing, a smaller trainer.max_tokens_per_microbatch"
+        activations = "trainer.activation_checkpointing, a smaller trainer.max_tokens_per_microbatch"
+        remedy = activations if largest == "activations" else "trainer.data_parallel"
         yield (
             f"a trainer rank needs {needed / GIB:.0f} GiB ({largest}: {trainer[largest] / GIB:.0f}), and a device has "
             f"{device / GIB:.0f}: more {remedy} or trainer.tensor_parallel"
