@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """What can be known of the CUDA builds without a GPU: `scripts/cuda_wheels.py DIRECTORY`, a quarter of an hour.
 
 Makes the environment of `scripts/setup.sh --cuda DIRECTORY`, and there: imports every module of titan_rl, lets vLLM's

@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """The trainer's step of a Qwen3 of any size as rank 0 of many, without weights, devices or other ranks: what it keeps.
 
     python scripts/fake_step.py 8B --data-parallel 4 --tensor-parallel 2 --tokens 8192 [--recompute]
