@@ -137,3 +137,37 @@ def qwen3_0_6b() -> RunConfig:
             "evaluation.prompts": 1319,  # all that there are
         },
     )
+
+
+def qwen3_8b() -> RunConfig:
+    """Qwen3-8B solves math on 8 GPUs: 4 FSDP trainer ranks, 2 generators of 2; answers of up to 8,192 tokens."""
+    return variant(
+        qwen3_0_6b(),
+        {
+            "policy.path": "../checkpoints/Qwen3-8B",
+            "rollout.sampling.max_new_tokens": 7168,
+            "generator.max_model_len": 8192,
+            # without it the activations of a row alone take 67 GiB
+            "trainer.activation_checkpointing": True,
+            # copies of the state would take 196 GB of /dev/shm
+            "checkpoint.in_memory": False,
+            "loop.max_staleness": 1,
+            "router.weight_sync": "hot_swap",
+            "weights.max_live": 3,
+        },
+    )
+
+
+def qwen3_32b() -> RunConfig:
+    """Qwen3-32B solves math on 2 hosts of 8 GPUs: 12 trainer ranks (FSDP 6, TP 2), 2 generators of 2."""
+    return variant(
+        qwen3_8b(),
+        {
+            "policy.path": "../checkpoints/Qwen3-32B",
+            # weights, gradients and moments are 16 bytes per parameter: 61 GiB a rank on 8, 41 on 12
+            "trainer.data_parallel": 6,
+            "trainer.tensor_parallel": 2,
+            "placement.trainer": ("host0", "host1"),
+            "loop.groups_per_step": 48,  # six data-parallel ranks share them
+        },
+    )

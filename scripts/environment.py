@@ -38,6 +38,8 @@ STAMP = VENV / "titan_rl.stamp"
 DISK_GB = {"CPU": (3.5, 4.5), "CUDA": (6.4, 7.4)}
 """What the finished environment takes, by torch's build, without and with `--all`. uv links its files, so that its
 cache takes nothing more."""
+CUDA_EXTRA_GB = 11.0
+"""What the environment of `--cuda` takes."""
 CAPTURED = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 COMPILED_AT_ONCE = 200
 """Files per process that compiles: enough that its start costs little, few enough to say how far it is."""
@@ -52,6 +54,8 @@ PYTHON=/path/to/python names the interpreter. Without it that of an existing .ve
 pip's configuration (pip config list) says where packages come from. It holds for uv, too, which pip installs first."""
 ALL_HELP = """install scripts/requirements-all.lock as well: tests, linters, reasoning-gym, math-verify, wandb,
 datasets, pyarrow, agent SDKs, and the rest of what vLLM, torchtitan and Monarch ask for"""
+CUDA_HELP = """make an environment with the CUDA wheels (extras cuda and dev) in DIRECTORY instead, with or without a
+GPU; .venv stays as it is"""
 CUDA_CHOICE = """no CPU build of torch was found. The one for CUDA computes the same on a CPU, but it takes 2.4 GB to
 download, and the finished environment {} GB of disk. The other way: stop this (Ctrl-C), name an index that has CPU
 wheels of torch (pip config set global.extra-index-url ADDRESS), and start again."""
@@ -96,9 +100,9 @@ def check_this_machine() -> None:
     check_machine(platform.system(), platform.machine(), glibc, flags[0] if flags else "")
 
 
-def check_disk(free: float, needed: float) -> None:
+def check_disk(place: Path, free: float, needed: float) -> None:
     if free < needed:
-        raise SetupError(f"{ROOT} has {free:.1f} GB free, and the installation needs {needed:.1f} GB.")
+        raise SetupError(f"{place} has {free:.1f} GB free, and the installation needs {needed:.1f} GB.")
 
 
 def uv_settings(pip_config: str) -> tuple[list[str], dict[str, str]]:
@@ -121,7 +125,8 @@ def uv_settings(pip_config: str) -> tuple[list[str], dict[str, str]]:
 class Installer:
     """Installs uv with pip, and everything else with uv. Raises SetupError where that fails."""
 
-    def __init__(self, uv_version: str, lock_descriptor: int) -> None:
+    def __init__(self, uv_version: str, lock_descriptor: int, python: Path = PYTHON) -> None:
+        self.python = python
         self.descriptor = lock_descriptor
         self.environment = {"UV_SYSTEM_CERTS": "true", **os.environ}
         found, output = self.run("pip", "install", "--quiet", f"uv=={uv_version}", quiet=True)
@@ -133,11 +138,11 @@ class Installer:
     def run(self, *arguments: str, quiet: bool = False) -> tuple[bool, str]:
         """Runs a module of the new environment: whether it ended well and, where `quiet`, what it printed."""
         settings = {"env": self.environment, "pass_fds": [self.descriptor], **(CAPTURED if quiet else {})}
-        done = subprocess.run([PYTHON, "-m", *arguments], **settings)
+        done = subprocess.run([self.python, "-m", *arguments], **settings)
         return done.returncode == 0, (done.stdout or "").strip()
 
     def uv(self, *arguments: str, quiet: bool = False) -> tuple[bool, str]:
-        return self.run("uv", "pip", "install", "--python", str(PYTHON), *self.sources, *arguments, quiet=quiet)
+        return self.run("uv", "pip", "install", "--python", str(self.python), *self.sources, *arguments, quiet=quiet)
 
     def install(self, what: str, *arguments: str) -> None:
         if not self.uv(*arguments)[0]:
@@ -186,10 +191,40 @@ def say_progress(what: str, done: int, parts: int, text: str) -> None:
         say(f"{what} {text}")
 
 
+def locked_versions() -> dict[str, str]:
+    return dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(), re.MULTILINE))
+
+
+def make_environment(directory: Path) -> None:
+    say(f"making {directory} with Python {platform.python_version()}")
+    made = subprocess.run([sys.executable, "-m", "venv", "--clear", directory], **CAPTURED)
+    if made.returncode:
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
+        raise SetupError(f"python -m venv failed (Debian and Ubuntu: apt install {package}):\n{made.stdout}")
+
+
+def bring_up_cuda(directory: Path) -> None:
+    """An environment with the CUDA wheels, apart from `VENV`; what is there already stays. Raises SetupError."""
+    python, pins = directory / "bin" / "python", locked_versions()
+    if not python.exists():
+        if directory.exists() and any(directory.iterdir()):
+            raise SetupError(f"{directory} is no environment, and not empty: name another directory")
+        make_environment(directory)
+        check_disk(directory, shutil.disk_usage(directory).free / 1e9, CUDA_EXTRA_GB)
+    descriptor = os.open(directory, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    # The extra pins what computes. An index that has torch's CPU build, too, would give that: it counts as newer.
+    constraints = directory / "constraints.txt"
+    constraints.write_text(f"torch!={pins['torch']}+cpu\n")
+    installer = Installer(pins["uv"], descriptor, python)
+    installer.install("the extra `cuda`", "--constraints", str(constraints), "--editable", f"{ROOT}[cuda,dev]")
+    say(f"ready: {directory}")
+
+
 def bring_up(lock_descriptor: int, locks: list[Path]) -> None:
     """From any state to the wanted one. Raises SetupError."""
     started = time.monotonic()
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)", LOCK.read_text(), re.MULTILINE))
+    pins = locked_versions()
     check_this_machine()
     whole = found_stamp()[:1] == wanted_stamp(locks)[:1]
     if not whole and VENV.is_symlink():
@@ -198,11 +233,7 @@ def bring_up(lock_descriptor: int, locks: list[Path]) -> None:
         )
     STAMP.unlink(missing_ok=True)
     if not whole:
-        say(f"making {VENV} with Python {platform.python_version()}")
-        made = subprocess.run([sys.executable, "-m", "venv", "--clear", VENV], **CAPTURED)
-        if made.returncode:
-            package = f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
-            raise SetupError(f"python -m venv failed (Debian and Ubuntu: apt install {package}):\n{made.stdout}")
+        make_environment(VENV)
     installer = Installer(pins["uv"], lock_descriptor)
     torch = installer.torch_build(pins["torch"])
     if not whole:
@@ -210,7 +241,7 @@ def bring_up(lock_descriptor: int, locks: list[Path]) -> None:
         needed = DISK_GB[build][len(locks) - 1]
         if build == "CUDA":
             say(CUDA_CHOICE.format(needed))
-        check_disk(shutil.disk_usage(ROOT).free / 1e9, needed)
+        check_disk(ROOT, shutil.disk_usage(ROOT).free / 1e9, needed)
     installer.install("torch", "--no-build", *torch)
     required = [argument for lock in locks for argument in ("-r", str(lock))]
     installer.install("the locked packages", "--no-deps", "--no-build", *required)
@@ -225,9 +256,15 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("scripts/setup.sh", description=HELP, formatter_class=raw)
     parser.add_argument("--all", action="store_true", help=ALL_HELP)
-    everything = parser.parse_args().all
+    parser.add_argument("--cuda", type=Path, metavar="DIRECTORY", help=CUDA_HELP)
+    arguments = parser.parse_args()
+    everything = arguments.all
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if arguments.cuda is not None:
+            check_this_machine()
+            bring_up_cuda(arguments.cuda.absolute())
+            return 0
         locks = wanted_locks(everything)
         if found_stamp() == wanted_stamp(locks):
             return 0

@@ -3,8 +3,9 @@
 
     .venv/bin/python scripts/gpu_check.py [--only NAME …] [--seconds 600] [--device cuda]
 
-Each check has processes of its own and a time limit. The output is a table, then one line of JSON. `--device cpu` runs
-every check on the CPU: a test of this script, not of a GPU.
+Each check has processes of its own and a time limit. The output is a table, the ends of the logs of what failed, then
+one line of JSON. References are computed on the CPU by processes that see no GPU. What no time is left for after ten
+minutes is not tried. `--device cpu` runs every check on the CPU: a test of this script, not of a GPU.
 
 Exit codes: 0 all that could be tried works · 1 something failed or differs too much · 3 nothing could be tried.
 """
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,14 +31,31 @@ DOCUMENTS = [[2 + (7 * index + 5 * at * at) % 11 for at in range(8 + 11 * index 
 
 FLOAT32_TOLERANCE = 1e-4
 """Of logprobs, and of weights after a step at learning rate 1e-3: only the order of sums is another one."""
+GRADIENT_TOLERANCE = 0.02
+"""Of loss and gradient norm in bfloat16 over ranks, as a share of those in float32."""
+EIGHT_B = {
+    "dim": 4096,
+    "layers": 36,
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "ffn": 12288,
+    "tied_embeddings": False,
+}
 BFLOAT16_TOLERANCE = 0.05
 """Of a logprob (nats) against float32: the mean at which `trainer.logprob_alarm` warns."""
+
+
+LOG_CHARACTERS = 3000
+"""So much of the end of a failed process's log is shown."""
 
 
 class Finding(NamedTuple):
     verdict: str  # works, differs, failed or not tried
     detail: str
     seconds: float = 0.0
+    log: str = ""
+    """The end of it, where the check failed."""
 
 
 def compared(what: str, ours: list[float], reference: list[float], tolerance: float) -> Finding:
@@ -59,7 +78,8 @@ def updater(device: str, **settings: Any) -> Any:
     from titan_rl.policy.config import OptimizerConfig, TrainerConfig
     from titan_rl.policy.updater import PolicyUpdater
 
-    config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3), max_tokens_per_microbatch=256, **settings)
+    # A large eps: where a gradient is near 0 its rounding would else decide the sign of the first step.
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3, eps=1e-3), max_tokens_per_microbatch=256, **settings)
     return PolicyUpdater(config, model_path=Path(tiny_model()), temperature=1.0, total_steps=9, device=device, seed=0)
 
 
@@ -90,26 +110,140 @@ def logprobs(device: str, dtype: str, documents: str) -> list[list[float]]:
     return [[0.0, *scores.logprobs.tolist()] for _, scores in sorted(kept.scores.items())]
 
 
-def train_step(device: str, ranks: str) -> list[float]:
-    """Loss and gradient norm of a step and, of one rank, all weights after it."""
-    policy, batch = updater(device, data_parallel=int(ranks)), batch_of(DOCUMENTS)
+def train_step(device: str, data: str = "1", tensor: str = "1", dtype: str = "float32", fixed: str = "") -> list[float]:
+    """Loss and gradient norm of a step and, of one rank, all weights after it. `fixed`: deterministically."""
+    ranks: dict[str, Any] = {"data_parallel": int(data), "tensor_parallel": int(tensor)}
+    policy, batch = updater(device, dtype=dtype, deterministic=bool(fixed), **ranks), batch_of(DOCUMENTS)
     metrics = policy.train_step(batch, policy.plan(batch))
     weights = [value for shard in policy.local_shards() for value in shard.data.flatten().tolist()]
-    return [metrics["loss"], metrics["grad_norm"], *(weights if ranks == "1" else [])]
+    return [metrics["loss"], metrics["grad_norm"], *(weights if data == tensor == "1" else [])]
 
 
-def elsewhere(function: str, *arguments: str, ranks: int = 1) -> Any:
-    """What the function returns on rank 0 of `ranks` fresh processes."""
+def resumed(device: str) -> float:
+    """The largest difference of weights between a run of two steps and one that goes on from a checkpoint of its
+    first."""
+    batch, weights = batch_of(DOCUMENTS), []
+    with tempfile.TemporaryDirectory() as directory:
+        for goes_on in (False, True):
+            policy = updater(device)
+            if goes_on:
+                policy.restore(Path(directory) / "state", 0)
+            else:
+                policy.train_step(batch, policy.plan(batch))
+                policy.begin_save(Path(directory) / "state")
+                policy.finish_save()
+            policy.train_step(batch, policy.plan(batch))
+            weights.append([shard.data.detach().clone() for shard in policy.local_shards()])
+    return max(float((a - b).abs().max()) for a, b in zip(*weights, strict=True))
+
+
+PROMPTS = [list(range(2, 4 + index)) for index in range(8)]
+
+
+def engine_life(device: str, tensor_parallel: str) -> dict[str, Any]:
+    """Samples, takes other weights while it decodes, then sleeps, wakes up, loads the first ones and samples again."""
+    import numpy as np
+    import torch
+    from safetensors.torch import load_file
+
+    from titan_rl.generation.config import GeneratorConfig
+    from titan_rl.generation.vllm.engine import VllmEngine
+    from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
+    from titan_rl.weights.manifest import TIED, TensorShard
+    from titan_rl.weights.publisher import SharedMemoryPublisher
+    from titan_rl.weights.puller import SharedMemoryReader, verify
+
+    dtype = "bfloat16" if device == "cuda" else "float32"
+    settings: dict[str, Any] = {"kv_cache_bytes": 16 << 20, "gpu_memory_utilization": 0.3}
+    settings |= {"sleep_mode": True} if hasattr(GeneratorConfig, "sleep_mode") else {}
+    ranks = int(tensor_parallel)
+    engine = VllmEngine(GeneratorConfig(dtype=dtype, tensor_parallel=ranks, **settings), tiny_model(), device)
+    group = torch.distributed.new_group(backend="gloo") if ranks > 1 else None
+
+    def add() -> None:
+        for index, prompt in enumerate(PROMPTS):
+            tokens, sampling = np.array(prompt, np.int32), SamplingParams(max_new_tokens=12, temperature=1.0)
+            engine.add(GenerationRequest(request_id=str(index), prompt_token_ids=tokens, sampling=sampling, seed=index))
+
+    def finish() -> list[tuple[list[int], list[float]]]:
+        done = {}
+        while engine.has_work():
+            done |= {int(each.request_id): each for each in engine.step().finished}
+        return [(done[index].token_ids.tolist(), done[index].logprobs.tolist()) for index in range(len(PROMPTS))]
+
+    weights = load_file(Path(tiny_model()) / "model.safetensors")
+    publisher = SharedMemoryPublisher(channel=f"gpucheck{os.environ['RANK']}", rank=0, group=None, max_live=2)
+
+    def load(version: int, scale: float) -> None:
+        shards = [TensorShard.whole(name, tensor * scale) for name, tensor in weights.items()]
+        settings: dict[str, Any] = {"dtype": getattr(torch, dtype), "aliases": TIED}
+        published = publisher.publish(PolicyVersion(0, version), shards, **settings)
+        engine.load_weights(SharedMemoryReader().tensors(published), PolicyVersion(0, version))
+        verify(published, engine.served_shards(), group)
+
+    try:
+        add()
+        first = finish()
+        add()
+        engine.step()
+        load(1, 1.5)  # under running requests
+        engine.drop_cache()
+        other = finish()
+        freed = engine.sleep() >> 20
+        engine.wake()
+        load(2, 1.0)
+        add()
+        again = finish()
+    finally:
+        publisher.close()
+    engine.close()
+    return {"first": first, "changed": other != first, "same": again == first, "freed": freed}
+
+
+def elsewhere(function: str, *arguments: str, places: Sequence[Mapping[str, str]] = ({},)) -> Any:
+    """What the function returns on rank 0 of fresh processes, each with its variables. On the CPU they see no GPU."""
     with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "result"
-        command = [sys.executable, __file__, "--inside", function, str(result), *arguments]
-        world = {"WORLD_SIZE": str(ranks), "TITAN_RL_RENDEZVOUS": f"{scratch}/rendezvous"}
-        places = [os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        processes = [subprocess.Popen(command, env=place) for place in places]
-        codes = [process.wait() for process in processes]
+        result, command = Path(scratch) / "result", [sys.executable, __file__, "--inside", function]
+        world = {"WORLD_SIZE": str(len(places)), "TITAN_RL_RENDEZVOUS": f"{scratch}/rendezvous", "LOCAL_RANK": "0"}
+        world |= {"CUDA_VISIBLE_DEVICES": ""} if arguments[0] == "cpu" else {}
+        processes, logs = [], []
+        for rank, place in enumerate(places):
+            logs.append(Path(scratch) / f"log{rank}")
+            with logs[-1].open("w") as log:
+                variables = os.environ | world | {"RANK": str(rank)} | place
+                words = [*command, str(result), *arguments]
+                processes.append(subprocess.Popen(words, env=variables, stdout=log, stderr=subprocess.STDOUT))
+        while (codes := [process.poll() for process in processes]) and None in codes and not any(codes):
+            time.sleep(0.1)
+        for process in processes:
+            process.kill()  # ranks whose peer has failed would wait for it for ever
+            process.wait()
         if any(codes):
-            raise RuntimeError(f"{function} on {arguments[0]} ended with exit codes {codes}")
+            failed = next(rank for rank, code in enumerate(codes) if code)
+            print(logs[failed].read_text()[-LOG_CHARACTERS:], file=sys.stderr)
+            raise RuntimeError(f"{function} on {arguments[0]}: rank {failed} ended with exit code {codes[failed]}")
         return json.loads(result.read_text())
+
+
+def trainer_places(device: str, ranks: int) -> list[dict[str, str]]:
+    """As in a run: each rank sees one device."""
+    return [{"CUDA_VISIBLE_DEVICES": str(rank)} if device == "cuda" else {} for rank in range(ranks)]
+
+
+def generator_places(device: str, ranks: int) -> list[dict[str, str]]:
+    """What the placement of a run gives the ranks of a generator."""
+    from titan_rl.config_registry import copy4
+    from titan_rl.hosts.facts import detect_host
+    from titan_rl.overrides import variant
+    from titan_rl.supervision.placement import plan
+
+    settings = {"placement.device": device, "generator.count": 1, "generator.tensor_parallel": ranks}
+    mesh = plan(variant(copy4(), settings), detect_host(), serving=True).mesh("generator0")
+    places = []
+    for rank, (variables, number) in enumerate(zip(mesh.env, mesh.devices, strict=True)):
+        seen = variables["CUDA_VISIBLE_DEVICES"].split(",")
+        places.append(variables | {"LOCAL_RANK": str(rank if number is None else seen.index(str(number)))})
+    return places
 
 
 # -- the checks --
@@ -117,7 +251,7 @@ def elsewhere(function: str, *arguments: str, ranks: int = 1) -> Any:
 
 def trainer_step(device: str) -> Finding:
     """One optimizer step in float32."""
-    ours, reference = elsewhere("train_step", device, "1"), elsewhere("train_step", "cpu", "1")
+    ours, reference = elsewhere("train_step", device), elsewhere("train_step", "cpu")
     return compared("loss, gradient norm and weights", ours, reference, FLOAT32_TOLERANCE)
 
 
@@ -168,46 +302,117 @@ def publication(device: str) -> Finding:
     return Finding("works", f"{len(served)} tensors are what was published")
 
 
+def on_ranks(device: str, data: int, tensor: int, dtype: str, tolerance: float) -> Finding:
+    if device == "cuda" and devices() < data * tensor:
+        return Finding("not tried", f"it takes {data * tensor} devices, and there are {devices()}")
+    places = trainer_places(device, data * tensor)
+    ours = elsewhere("train_step", device, str(data), str(tensor), dtype, places=places)
+    alone = elsewhere("train_step", "cpu")[:2]
+    bounds = [tolerance * max(1.0, abs(value)) for value in alone]
+    difference = max(abs(a - b) / bound for a, b, bound in zip(ours, alone, bounds, strict=True))
+    detail = f"loss and gradient norm of {data} x {tensor} ranks: {difference:.2g} of what may differ from the CPU's"
+    return Finding("works" if difference <= 1 else "differs", detail)
+
+
 def ranks(device: str) -> Finding:
-    """A step of data-parallel ranks, one per device (NCCL on CUDA)."""
-    if (count := min(4, devices()) if device == "cuda" else 2) < 2:
-        return Finding("not tried", "NCCL takes a device per rank, and there is one CUDA device")
-    ours, alone = elsewhere("train_step", device, str(count), ranks=count), elsewhere("train_step", "cpu", "1")
-    return compared(f"{count} ranks: loss and gradient norm", ours, alone[:2], FLOAT32_TOLERANCE)
+    """A step of data-parallel ranks in float32, one per device (NCCL on CUDA)."""
+    return on_ranks(device, min(4, devices()) if device == "cuda" and devices() > 1 else 2, 1, "float32", 1e-4)
 
 
-def engine(device: str) -> Finding:
-    """vLLM samples, sleeps and wakes up; its logprobs against those of the trainer."""
-    import numpy as np
+def ranks_bf16(device: str) -> Finding:
+    """The same in bfloat16: FSDP's mixed precision, and on CUDA the varlen kernel."""
+    return on_ranks(device, 2, 1, "bfloat16", GRADIENT_TOLERANCE)
+
+
+def trainer_tp(device: str) -> Finding:
+    """The same with tensor parallelism."""
+    return on_ranks(device, 1, 2, "bfloat16", GRADIENT_TOLERANCE)
+
+
+def deterministic(device: str) -> Finding:
+    """The same step twice in deterministic mode, in bfloat16."""
+    place = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    once, again = (elsewhere("train_step", device, "1", "1", "bfloat16", "yes", places=[place]) for _ in range(2))
+    return Finding("works" if once == again else "differs", f"{len(once)} numbers of two steps, bit for bit")
+
+
+def checkpoint(device: str) -> Finding:
+    """A run that goes on from a checkpoint against one that was not interrupted."""
+    difference = elsewhere("resumed", device)
+    return Finding("works" if difference == 0 else "differs", f"weights differ by {difference:.2g}")
+
+
+def weights_speed(device: str) -> Finding:
+    """A publication of 256M parameters against one plain copy of its bytes from the device."""
+    import torch
+
+    from titan_rl.types import PolicyVersion
+    from titan_rl.weights.manifest import TensorShard
+    from titan_rl.weights.publisher import SharedMemoryPublisher
+
+    size = 256 if device == "cuda" else 16
+    shards = [TensorShard.whole(f"{index}", torch.randn(1024, 1024, device=device)) for index in range(size)]
+    publisher = SharedMemoryPublisher(channel="gpucheck", rank=0, group=None, max_live=2)
+    try:
+        seconds = []
+        for version in range(3):  # each slot is new at its first use
+            began = time.monotonic()
+            published = publisher.publish(PolicyVersion(0, version), shards, dtype=torch.bfloat16, aliases=())
+            seconds.append(time.monotonic() - began)
+            publisher.release(published.version)
+    finally:
+        publisher.close()
+    began = time.monotonic()
+    for shard in shards:
+        shard.data.to(torch.bfloat16).cpu()
+    copied = time.monotonic() - began
+    rate = 2 * size / 1024 / seconds[-1]
+    return Finding("works", f"{rate:.2f} GiB/s of bfloat16, {seconds[-1] / copied:.1f} times plain copies to the host")
+
+
+def engine_with(device: str, tensor_parallel: int) -> Finding:
     from vllm.platforms import current_platform
-
-    from titan_rl.generation.config import GeneratorConfig
-    from titan_rl.generation.vllm.engine import VllmEngine
-    from titan_rl.types import GenerationRequest, SamplingParams
 
     if current_platform.device_type != device:
         return Finding("not tried", f"the installed vLLM computes on {current_platform.device_type or 'nothing'} here")
-    dtype, tolerance = ("bfloat16", BFLOAT16_TOLERANCE) if device == "cuda" else ("float32", FLOAT32_TOLERANCE)
-    config = GeneratorConfig(dtype=dtype, kv_cache_bytes=16 << 20, gpu_memory_utilization=0.3)  # type: ignore[arg-type]
-    engine = VllmEngine(config, tiny_model(), device)
-    prompts = [list(range(2, 4 + index)) for index in range(8)]
-    for index, prompt in enumerate(prompts):
-        tokens, sampling = np.array(prompt, np.int32), SamplingParams(max_new_tokens=12, temperature=1.0)
-        engine.add(GenerationRequest(request_id=str(index), prompt_token_ids=tokens, sampling=sampling, seed=index))
-    done = {}
-    while engine.has_work():
-        done |= {int(each.request_id): each for each in engine.step().finished}
-    freed = engine.sleep() >> 20
-    engine.wake()
-    engine.close()
-    documents = [prompt + done[index].token_ids.tolist() for index, prompt in enumerate(prompts)]
+    if device == "cuda" and devices() < tensor_parallel:
+        return Finding("not tried", f"it takes {tensor_parallel} devices, and there are {devices()}")
+    places = generator_places(device, tensor_parallel)
+    life = elsewhere("engine_life", device, str(tensor_parallel), places=places)
+    documents = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, life["first"], strict=True)]
     trainer = elsewhere("logprobs", "cpu", "float32", json.dumps(documents))
-    reference = [value for row, prompt in zip(trainer, prompts, strict=True) for value in row[len(prompt) :]]
-    ours = [value for index in range(len(prompts)) for value in done[index].logprobs.tolist()]
-    return compared(f"slept ({freed} MiB freed) and woke up; {dtype} logprobs", ours, reference, tolerance)
+    reference = [value for row, prompt in zip(trainer, PROMPTS, strict=True) for value in row[len(prompt) :]]
+    ours = [value for _, logprobs in life["first"] for value in logprobs]
+    found = compared("logprobs", ours, reference, BFLOAT16_TOLERANCE if device == "cuda" else FLOAT32_TOLERANCE)
+    told = f"{life['freed']} MiB freed asleep; {found.detail}"
+    if not (life["changed"] and life["same"]):
+        told = f"new weights changed tokens: {life['changed']}; the first ones gave the first tokens: {life['same']}"
+        return Finding("differs", told)
+    return found._replace(detail=told)
 
 
-def whole_run(device: str) -> Finding:
+def engine(device: str) -> Finding:
+    """vLLM samples, takes verified weights under running requests, sleeps, wakes up, and samples as before."""
+    return engine_with(device, 1)
+
+
+def engine_tp2(device: str) -> Finding:
+    """The same on two ranks, as a run places them."""
+    return engine_with(device, 2)
+
+
+def whole_run_8b(device: str) -> Finding:
+    """Three steps of a policy with the layers of Qwen3-8B and random weights, on 8 devices; on the CPU a tiny one."""
+    if device == "cuda" and devices() < 8:
+        return Finding("not tried", f"it takes 8 devices, and there are {devices()}")
+    layout = {"trainer.data_parallel": 4, "generator.count": 2, "generator.tensor_parallel": 2}
+    sizes = {f"policy.tiny.{name}": value for name, value in EIGHT_B.items()}
+    settings = layout | {"trainer.activation_checkpointing": True, "checkpoint.keep": 0} | sizes
+    settings |= {"logging.save_final": False}
+    return whole_run(device, **settings if device == "cuda" else {})
+
+
+def whole_run(device: str, **more: Any) -> Finding:
     """Three steps of the recipe copy4."""
     if device == "cuda" and devices() < 2:
         return Finding(
@@ -218,12 +423,28 @@ def whole_run(device: str) -> Finding:
     command = f"-m titan_rl.train --recipe copy4 {settings} --loop.steps 3 --evaluation.prompts 50".split()
     with tempfile.TemporaryDirectory() as directory:
         end = ["--evaluation.target_exact_match", "0.0", "--logging.directory", directory]
+        end += [word for name, value in more.items() for word in (f"--{name}", str(value).lower())]
         run = subprocess.run([sys.executable, *command, *end], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     detail = (run.stdout.strip().splitlines() or ["it printed nothing"])[-1]
     return Finding("failed" if run.returncode else "works", f"exit code {run.returncode}: {detail}")
 
 
-CHECKS = (trainer_step, attention, fingerprints, publication, ranks, engine, whole_run)
+CHECKS = (
+    trainer_step,
+    attention,
+    fingerprints,
+    publication,
+    engine,
+    engine_tp2,
+    ranks,
+    ranks_bf16,
+    trainer_tp,
+    checkpoint,
+    deterministic,
+    weights_speed,
+    whole_run,
+    whole_run_8b,
+)
 
 
 def devices() -> int:
@@ -246,15 +467,18 @@ def run_check(name: str, device: str, seconds: float) -> Finding:
     from titan_rl.generation.config import generator_environment
 
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment = os.environ | world | (generator_environment(device) if name == "engine" else {})
+    environment = os.environ | world | (generator_environment(device) if name.startswith("engine") else {})
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result"
         command = [sys.executable, __file__, "--inside", name, str(result), device]
         limit = ["timeout", "--signal=KILL", str(seconds)]  # ends what the check has started, too
-        code = subprocess.run([*limit, *command], env=environment, stdout=sys.stderr).returncode
+        with (log := Path(scratch) / "log").open("w") as output:
+            done = subprocess.run([*limit, *command], env=environment, stdout=output, stderr=subprocess.STDOUT)
+        code, end = done.returncode, log.read_text()[-LOG_CHARACTERS:]
         detail = f"killed after {seconds:.0f} s" if code in (-9, 137) else f"exit code {code}"
         finding = Finding(*json.loads(result.read_text())) if result.exists() else Finding("failed", detail)
+        finding = finding._replace(log=end if finding.verdict == "failed" else "")
     return finding._replace(seconds=round(time.monotonic() - began, 1))
 
 
@@ -276,6 +500,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", action="append", choices=names, help="this check; may be given several times")
     parser.add_argument("--seconds", type=float, default=600.0, help="time limit of a check")
+    parser.add_argument("--in-all", type=float, default=600.0, help="time limit of all checks (seconds)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -283,11 +508,16 @@ def main() -> int:
         inside(*arguments.inside)
         return 0
     problem = nothing_to_try(arguments.device)
-    findings = {}
+    findings, began = {}, time.monotonic()
     for name in arguments.only or names:
-        found = Finding("not tried", problem) if problem else run_check(name, arguments.device, arguments.seconds)
+        left = arguments.in_all - (time.monotonic() - began)
+        why = problem or ("" if left > 0 else "no time is left")
+        found = Finding("not tried", why) if why else run_check(name, arguments.device, min(arguments.seconds, left))
         findings[name] = found
         print(f"{name:<13} {found.verdict:<9} {found.seconds:6.1f} s  {found.detail}", flush=True)
+    for name, found in findings.items():
+        if found.log:
+            print(f"\n-- the end of the log of {name} --\n{found.log}")
     print(json.dumps({name: finding._asdict() for name, finding in findings.items()}))
     verdicts = {finding.verdict for finding in findings.values()}
     return 1 if verdicts & {"differs", "failed"} else 0 if "works" in verdicts else 3

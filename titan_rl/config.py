@@ -74,7 +74,8 @@ class PlacementConfig:
     """OpenMP threads per process on CPU. More than one on contended cores costs far more than it gives. On CUDA a
     trainer rank has its device's share of the host's cores."""
     start_seconds: Positive = 300.0
-    """Bound on the start of a mesh, model load included. A process that is not born within Monarch's 30 s is started
+    """Bound on the start of a mesh, model load included; six times as long on CUDA, where vLLM compiles kernels and
+    captures graphs first. A process that is not born within Monarch's 30 s is started
     again."""
     step_seconds: Positive = 1800.0
     """Longest time any single call to a mesh may take before the run ends with the name of that call. Requests and

@@ -21,6 +21,7 @@ an operator in the cluster and a controller outside the job, and writes no manif
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -37,6 +38,10 @@ from titan_rl import train
 from titan_rl.bounds import Count, CountOrZero
 from titan_rl.errors import ConfigError
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, apply, print_error
+from titan_rl.run.memory import shape_of, shared_memory
+
+LEAST_SHARED_MEMORY = 16
+"""GiB of a pod's /dev/shm."""
 
 TEMPLATES = Path(__file__).with_name("jobs")
 
@@ -52,6 +57,8 @@ class Start:
     """Of the job, on a file system that all nodes share; the run is below it."""
     arguments: tuple[str, ...]
     """Of `titan-rl train`."""
+    shared_memory: int = 0
+    """Bytes of /dev/shm that the run takes on a host."""
 
     def command(self, python: str) -> list[str]:
         """The command of every node."""
@@ -143,8 +150,12 @@ class KubernetesConfig(JobConfig):
     namespace: str = "default"
     memory: str = ""
     """Of each pod, such as `64Gi`; empty: no limit."""
-    shared_memory: str = "16Gi"
-    """Size of /dev/shm, which counts as memory. Kubernetes' own 64 MiB are too few."""
+    shared_memory: str = ""
+    """Size of /dev/shm, which counts as memory; empty: what the policy's publications and copies take, and a quarter
+    more. Kubernetes' own 64 MiB are too few."""
+    rdma: str = ""
+    """Resource of the cluster's RDMA plug-in, such as `rdma/hca_shared_devices_a`: each pod gets one, and may lock
+    memory. Empty: ranks of several hosts speak TCP."""
 
     program: ClassVar = ("kubectl", "apply", "--filename")
     required: ClassVar = ("image", "claim")
@@ -156,6 +167,8 @@ class KubernetesConfig(JobConfig):
         name = dns_name(start.name)
         labels = {"app.kubernetes.io/name": "titan-rl", "app.kubernetes.io/instance": name}
         limits = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
+        limits |= {self.rdma: 1} if self.rdma else {}
+        taken = max(LEAST_SHARED_MEMORY, math.ceil(start.shared_memory * 1.25 / 2**30))
         values = {
             "metadata": {"name": name, "namespace": self.namespace, "labels": labels},
             "labels": labels,
@@ -169,7 +182,8 @@ class KubernetesConfig(JobConfig):
             "limits": {key: str(value) for key, value in limits.items() if value},
             "runs": str(start.directory.parent),
             "claim": self.claim,
-            "shared_memory": self.shared_memory,
+            "security": {"capabilities": {"add": ["IPC_LOCK"]}} if self.rdma else {},
+            "shared_memory": self.shared_memory or f"{taken}Gi",
         }
         manifest = Template((TEMPLATES / "kubernetes.yaml").read_text(encoding="utf-8"))
         in_yaml = {key: json.dumps(value, ensure_ascii=False) for key, value in values.items()}
@@ -226,7 +240,9 @@ def _submit(command: Command, words: Sequence[str], kind: type[SlurmConfig | Kub
         raise ConfigError(f"after --, leave out {', '.join(taken)}: the job decides that by itself")
     config, _ = train.resolve(asked)
     name = f"{job.name or config.logging.name or config.recipe.rpartition(':')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
-    start = Start(name, Path(config.logging.directory) / name, tuple(words))
+    shape = shape_of(config)
+    taken_there = sum(shared_memory(config, shape).values()) if shape is not None else 0.0
+    start = Start(name, Path(config.logging.directory) / name, tuple(words), int(taken_there))
     if _DRY_RUN in command.flags:
         print(job.text(start), end="")
         return 0

@@ -41,6 +41,7 @@ from titan_rl.overrides import (
 )
 from titan_rl.processes import run_and_exit
 from titan_rl.run.checks import Problem, Severity, check_run
+from titan_rl.run.memory import describe_memory, shape_of
 from titan_rl.run.runs import Resume, check_differences, differences, find, unfinished
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
 from titan_rl.supervision.process import prepare_controller
@@ -330,7 +331,10 @@ def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
     hosts = assumed_hosts(config, with_devices(host, config, serving=serving))
     placement = plan(config, *hosts, serving=serving)
     print(to_toml(config))
-    print("\n".join(f"# {line}".rstrip() for line in describe(placement, *hosts)))
+    lines, shape = describe(placement, *hosts), shape_of(config)
+    if placement.device == "cuda" and shape is not None:
+        lines += describe_memory(config, shape, host.device_memory)
+    print("\n".join(f"# {line}".rstrip() for line in lines))
     return EXIT_USAGE if hosts[0].devices_there is not None and len(hosts) == 1 else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,29 @@ def test_the_manifest_of_kubernetes_has_the_structure_that_kubernetes_asks_for()
     assert (
         policy["podSelector"]["matchLabels"] == policy["ingress"][0]["from"][0]["podSelector"]["matchLabels"] == labels
     )
+
+
+def test_a_job_with_gpus_has_what_nccl_rdma_and_publications_need() -> None:
+    start = replace(START, shared_memory=200 << 30)
+    job = KubernetesConfig(image="me/rl:1", claim="runs", gpus_per_node=8, rdma="rdma/hca")
+    pod = json.loads(job.text(start))["items"][2]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": "1"}
+    assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
+    assert {"medium": "Memory", "sizeLimit": "250Gi"} in [volume.get("emptyDir") for volume in pod["volumes"]]
+    assert {"name": "NCCL_DEBUG", "value": "WARN"} in container["env"]
+    script = SlurmConfig(gpus_per_node=8).text(START)
+    assert "#SBATCH --gpus-per-node=8\n" in script and " NCCL_DEBUG=WARN\n" in script
+    assert "NCCL" not in SlurmConfig().text(START)
+
+
+def test_devs_shm_of_a_manifest_follows_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    def size(*options: str) -> str:
+        words = ["kubernetes", "--image", "i", "--claim", "c", "--dry-run", *options, "--", "--recipe", "copy4"]
+        _, out, _ = launched(capsys, *words, "--policy.path", "/no/Qwen3-8B", "--generator.dtype", "bfloat16")
+        return re.search(r'"sizeLimit": "(\w+)"', out)[1]
+
+    assert size() == "267Gi" and size("--shared-memory", "9Gi") == "9Gi"
 
 
 @pytest.mark.parametrize("name", ["cpu_smoke-20260101-120000", "7B.run_" + "x" * 90, "_", "Ünïcode/run"])

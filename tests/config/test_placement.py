@@ -27,9 +27,9 @@ from titan_rl.supervision.mesh_kinds import TrainerKind
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, describe, devices_needed, fork_stages, plan
 
 LISTING = """\
-GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-0a1b)
-GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-0a2b)
-GPU 2: NVIDIA H100 80GB HBM3 (UUID: GPU-ffff)
+0, GPU-0a1b, 580.65.06, Disabled, 81559
+1, GPU-0a2b, 580.65.06, Disabled, 81559
+2, GPU-ffff, 580.65.06, Enabled, 40000
 """
 
 small = st.integers(1, 3)
@@ -218,7 +218,7 @@ def test_a_trainer_over_several_hosts_needs_a_trusted_network():
     where = PlacementConfig(hosts=("10.0.0.2:1",), trainer=("host0", "host1"))
     config = RunConfig(trainer=TrainerConfig(data_parallel=2), placement=where)
     placement = plan(config, *hosts)
-    table = SimpleNamespace(config=config, report=print, say=print)
+    table = SimpleNamespace(config=config, placement=placement, report=print, say=print)
     with pytest.raises(ConfigError, match="torch's connections between the hosts of a trainer are not encrypted"):
         TrainerKind(table).client(placement.mesh("trainer"))
     table.config = replace(config, placement=replace(where, trusted_network=True))
@@ -254,7 +254,7 @@ def test_visible_devices_are_read_as_cuda_reads_them(visible, devices):
 
 @pytest.mark.parametrize(
     ("driver", "devices"),
-    [("", ()), (f"cat <<'END'\n{LISTING}END", (1, 2)), ("echo 'GPU 0: broken (UUID: GPU-1)'\nexit 9", ())],
+    [("", ()), (f"cat <<'END'\n{LISTING}END", (1, 2)), ("echo '0, GPU-1, 580.65.06, Disabled, 81559'\nexit 9", ())],
 )
 def test_a_host_has_the_devices_that_its_driver_lists_unless_it_fails(monkeypatch, tmp_path, driver, devices):
     if driver:
@@ -263,6 +263,9 @@ def test_a_host_has_the_devices_that_its_driver_lists_unless_it_fails(monkeypatc
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     host = detect_host({"CUDA_VISIBLE_DEVICES": "1,2"} if devices else {})
     assert host.cuda_devices == devices and host.cpus >= 1 and host.memory > 0
+    assert (host.driver, host.mig, host.device_memory >> 20) == (
+        ("580.65.06", True, 40000) if devices else ("", False, 0)
+    )
 
 
 def test_all_variables_that_torchrun_sets_are_known():

@@ -125,7 +125,7 @@ def test_an_extra_asks_for_what_is_locked(extra):
 
 
 def test_cuda_differs_from_cpu_by_the_engine_and_torchtitan_only():
-    assert set(extra_of("cuda")) - set(extra_of("cpu")) == {"vllm==0.32.0", "torchtitan==0.3.0"}
+    assert set(extra_of("cuda")) - set(extra_of("cpu")) == {"vllm==0.32.0", "torchtitan==0.3.0", "cuda-bindings<13.5"}
     assert set(extra_of("cpu")) <= set(extra_of("cuda"))
 
 

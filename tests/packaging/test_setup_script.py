@@ -326,4 +326,4 @@ def test_a_machine_that_cannot_run_it_is_refused(system, machine, glibc, flags, 
 
 def test_a_full_disk_is_refused_with_the_figures():
     with pytest.raises(environment.SetupError, match="has 2.0 GB free, and the installation needs 5.8 GB"):
-        environment.check_disk(2.0, 5.8)
+        environment.check_disk(Path("here"), 2.0, 5.8)

@@ -22,6 +22,8 @@ from titan_rl.errors import ConfigError
 _NVIDIA_SMI_SECONDS = 30.0
 """A driver that is still initialising answers within seconds. One that hangs must not block the command line."""
 
+_QUERY = "index,uuid,driver_version,mig.mode.current,memory.total"
+
 _SIOCGIFADDR = 0x8915
 
 TLS = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
@@ -46,6 +48,12 @@ class HostFacts:
     """How many there are, if `cuda_devices` are more for the sake of a drawing."""
     memory: int = 0
     """Bytes available without swapping; 0: unknown."""
+    driver: str = ""
+    """Version of NVIDIA's driver; empty: none answers."""
+    device_memory: int = 0
+    """Bytes of the device that has the fewest; 0: unknown."""
+    mig: bool = False
+    """Whether a device is split into several (MIG)."""
     open_files: int = 0
     """Hard limit of a process; 0: unknown."""
 
@@ -54,12 +62,18 @@ def detect_host(environ: Mapping[str, str] = os.environ, *, name: str = "host0",
     """Detect this host's resources without torch: from `/proc`, the scheduler, and `nvidia-smi` if it is installed.
     Raises ConfigError if no network interface of this host has the address."""
     memory = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    listing = _nvidia_smi()
+    devices = visible_devices(listing, environ.get("CUDA_VISIBLE_DEVICES"))
+    rows = [row for row in _rows(listing) if int(row[0]) in devices]
     return HostFacts(
         name=name,
         address=address,
         interface=_interface_of(address) if address else "",
         cpus=len(os.sched_getaffinity(0)),
-        cuda_devices=visible_devices(_nvidia_smi(), environ.get("CUDA_VISIBLE_DEVICES")),
+        cuda_devices=devices,
+        driver=rows[0][2] if rows else "",
+        device_memory=min((int(row[4]) << 20 for row in rows if row[4].isdecimal()), default=0),
+        mig=any(row[3] == "Enabled" for row in rows),
         memory=int(memory[1]) * 1024 if memory else 0,
         open_files=max(0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),  # -1: no limit
     )
@@ -69,11 +83,11 @@ def visible_devices(listing: str, visible: str | None) -> tuple[int, ...]:
     """Indices of the devices that a process may use, in its order.
 
     Args:
-        listing: output of `nvidia-smi -L`, lines such as `GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-4f…)`.
+        listing: a line per device, of what `_QUERY` asks for: `0, GPU-4f…, 580.65.06, Disabled, 81559`.
         visible: `CUDA_VISIBLE_DEVICES`, of indices or (beginnings of) UUIDs; None: not set. As in CUDA itself, the
             first entry that names no device ends the list.
     """
-    uuids = {int(index): uuid for index, uuid in re.findall(r"^GPU (\d+): .*\(UUID: (\S+)\)", listing, re.MULTILINE)}
+    uuids = {int(index): uuid for index, uuid, *_ in _rows(listing)}
     if visible is None:
         return tuple(uuids)
     devices: list[int] = []
@@ -95,13 +109,19 @@ def installed(package: str) -> str:
     return ""
 
 
+def _rows(listing: str) -> list[list[str]]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
+    return [row for row in rows if len(row) == _QUERY.count(",") + 1 and row[0].isdecimal()]
+
+
 def _nvidia_smi() -> str:
-    """Output of `nvidia-smi -L`; empty if there is no driver or it does not answer, so that no device can be used."""
+    """What `nvidia-smi` answers to `_QUERY`; empty if no driver answers, so that no device can be used."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
     try:
-        result = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS)
+        question = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+        result = subprocess.run(question, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout if result.returncode == 0 else ""

@@ -8,7 +8,7 @@ run() {  # run FIRST_NODE NODES COMMAND: one task per node
 run 0 "$SLURM_JOB_NUM_NODES" bash -c 'test -d "$0" || { echo "$SLURMD_NODENAME does not see $0: choose a'\
 ' --logging.directory on a file system that all nodes share" >&2; exit 2; }' "$directory" || exit 2
 
-export WORLD_SIZE="$SLURM_JOB_NUM_NODES" LOCAL_WORLD_SIZE=1 PYTHONUNBUFFERED=1
+export WORLD_SIZE="$SLURM_JOB_NUM_NODES" LOCAL_WORLD_SIZE=1 PYTHONUNBUFFERED=1 NCCL_DEBUG=WARN
 export TITAN_RL_NODES="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | tr '\n' ' ')"
 export MASTER_PORT="$("$python" -c 'import socket; print(socket.create_server(("", 0)).getsockname()[1])')"
 rank='export RANK=$((SLURM_PROCID + $0)) MASTER_ADDR="$SLURM_LAUNCH_NODE_IPADDR"; exec "$@"'

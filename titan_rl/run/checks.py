@@ -36,7 +36,9 @@ from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
 from titan_rl.routing.strategies import build_strategy
+from titan_rl.run import cuda
 from titan_rl.run.doctor import Problem, Severity, quick_problems
+from titan_rl.run.memory import shape_of, too_large
 from titan_rl.supervision.placement import assumed_hosts, plan, plays, resolve_device, with_devices
 
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -95,16 +97,16 @@ def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) ->
         *_more_ranks_than_cores(config, host, serving=True),
         *problems_of(
             partial(_placement, config, host, serving=True),
-            *_serving_checks(config, host),
+            *_serving_checks(config, host, serving=True),
             partial(_address, "--port", gateway.host, gateway.port),
         ),
     ]
 
 
-def _serving_checks(config: RunConfig, host: HostFacts) -> tuple[Callable[[], object], ...]:
+def _serving_checks(config: RunConfig, host: HostFacts, *, serving: bool = False) -> tuple[Callable[[], object], ...]:
     return (
         partial(_policy, config, host),
-        partial(_generator, config, host),
+        partial(_generator, config, host, serving=serving),
         partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
         partial(_named, config, "generator.linear", dict.fromkeys(LINEARS)),
         partial(_strategy, config),
@@ -190,11 +192,16 @@ def _missing_part(directory: Path) -> str | None:
     return None
 
 
-def _generator(config: RunConfig, host: HostFacts) -> None:
+def _generator(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
     """What the generators cannot do on this device. vLLM would say so after all processes have started."""
     device = resolve_device(config, host)
+    if device == "cuda" and (shape := shape_of(config)) is not None:
+        if too_much := next(too_large(config, shape, host.device_memory, serving=serving), ""):
+            raise AbsentError(too_much)
     if config.generator_settings().deterministic and device == "cpu":
         refuse_more_ranks(config.generator.tensor_parallel)
+    if device == "cuda" and host.devices_there is None and (missing := next(cuda.lacking(host), "")):
+        raise AbsentError(missing)
     if config.generator.engine != "vllm" or device != "cpu":
         return
     if config.generator.block_size % CPU_BLOCK:

@@ -26,6 +26,7 @@ from titan_rl import __version__
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
 from titan_rl.one_line import counted
 from titan_rl.overrides import Command, Verb
+from titan_rl.run import cuda
 from titan_rl.supervision.process import PREFIX, dead_scratch
 from titan_rl.supervision.proxy import owner_lives
 from titan_rl.weights.segment_files import DIRECTORY, dead_segments
@@ -177,10 +178,11 @@ def _devices(host: HostFacts) -> Iterator[HostFinding]:
         yield _warning(
             "devices",
             "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
-            f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi -L` says",
+            f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says",
         )
-    if count and "+cpu" in installed("torch"):
-        sentence = "torch is built for CPUs only, so that the devices stay idle: pip install 'titan-rl[cuda]'"
+    for sentence in cuda.lacking(host) if count else ():
+        yield HostFinding("devices", "", Problem(sentence=sentence, severity=Severity.ABSENT))
+    for sentence in cuda.slowing() if count else ():
         yield _warning("devices", sentence)
 
 

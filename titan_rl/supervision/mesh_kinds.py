@@ -28,6 +28,9 @@ from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
 from titan_rl.supervision.placement import Kind, MeshPlan, Placement, plan
 
+CUDA_START = 6
+"""Times `placement.start_seconds`."""
+
 
 @dataclass(slots=True, kw_only=True)
 class MeshTable:
@@ -150,7 +153,9 @@ class MeshKind:
 
     @property
     def start_seconds(self) -> float:
-        return self.table.config.placement.start_seconds
+        placement = self.table.placement
+        slower = CUDA_START if placement is not None and placement.device == "cuda" else 1
+        return slower * self.table.config.placement.start_seconds
 
 
 class TrainerKind(MeshKind):

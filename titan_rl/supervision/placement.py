@@ -63,8 +63,9 @@ TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCHELASTIC_SIGNALS_TO_HAN
 """Variables that torchrun sets in the process that it starts. They are removed before a mesh is spawned. For example,
 with TORCHELASTIC_USE_AGENT_STORE rank 0 of a mesh would wait for torchrun's store instead of opening its own."""
 
-_INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""Ranks that compute listen for each other on this network interface only."""
+_INTERFACE = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+"""Ranks that compute listen for each other on this network interface only, and what stands before its name: without it
+NCCL would take eth01, too, for eth0."""
 
 
 class Kind(StrEnum):
@@ -265,6 +266,8 @@ def plan(
         )
     trainer = config.trainer
     common = {**_threads(where.threads), **SUPERVISION_ENVIRONMENT, **(TCP_ONLY if where.rdma == "off" else {})}
+    if device == "cuda":
+        common["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers them
     generators = config.generator_names() if generators is None else generators
     stay = {
         mesh.name: mesh
@@ -295,7 +298,10 @@ def plan(
             {
                 **common,
                 **(
-                    dict.fromkeys(_INTERFACE, room.hosts[host].interface if len(found) > 1 else "lo")
+                    {
+                        name: prefix + (room.hosts[host].interface if len(found) > 1 else "lo")
+                        for name, prefix in _INTERFACE.items()
+                    }
                     if kind.computes
                     else {}
                 ),

@@ -41,7 +41,10 @@ from titan_rl.supervision.proxy import exit_status
 _log = logging.getLogger(__name__)
 
 _EXIT_MILLISECONDS = 1000
-"""How long a process of a stopped mesh may take to exit, and the kernel to end a killed one."""
+"""How long a process of a stopped mesh may take to exit."""
+_GONE_SECONDS = 8.0
+"""How long killed ones may take, less than a call to a host's agent. First the driver takes back their device memory,
+which those that follow them need."""
 FORK_SERVER_SECONDS, FORK_SERVERS = 10.0, 3
 """So many fork servers, none of which lived for so long, and no more is started."""
 
@@ -124,7 +127,9 @@ class ProcessWatch:
             if not _poll(descriptor, select.POLLIN, after_milliseconds):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-                _poll(descriptor, select.POLLIN, _EXIT_MILLISECONDS)
+        deadline = time.monotonic() + _GONE_SECONDS
+        for descriptor in living:
+            _poll(descriptor, select.POLLIN, max(0, int(1000 * (deadline - time.monotonic()))))
             os.close(descriptor)
 
     def close(self) -> None:

@@ -1,0 +1,58 @@
+"""The estimate of what ranks hold on CUDA: against torch's tracker, and what it refuses (1 s)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_rl import train
+from titan_rl.overrides import variant
+from titan_rl.policy.config import TrainerConfig
+from titan_rl.run.memory import GIB, describe_memory, published_shape, shape_of, too_large, trainer_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACKED = {
+    ("8B", 4, 1, 8192, False): 105.0,
+    ("8B", 4, 2, 8192, False): 64.9,
+    ("0.6B", 4, 1, 8192, False): 23.5,
+    ("8B", 4, 1, 16384, True): 38.2,
+    ("32B", 8, 2, 8192, True): 37.5,
+}
+"""GiB by `scripts/fake_step.py`: size, FSDP, TP, tokens, recompute. The last two are of one micro-batch, whose peak is
+below that of two."""
+
+
+def recipe(name: str):
+    return train.resolve(train.VERB.read(["--config", str(ROOT / "rl_configs" / f"{name}.toml")]))[0]
+
+
+@pytest.mark.parametrize("case", TRACKED)
+def test_the_estimate_of_a_trainer_rank_is_near_what_torch_tracks(case):
+    size, data, tensor, tokens, recompute = case
+    layout = TrainerConfig(data_parallel=data, tensor_parallel=tensor, dtype="bfloat16")
+    config = replace(layout, max_tokens_per_microbatch=tokens, activation_checkpointing=recompute)
+    estimated = sum(trainer_memory(config, published_shape(f"Qwen3-{size}")).values()) / GIB
+    assert 0.98 < estimated / TRACKED[case] < (1.25 if recompute else 1.05)
+
+
+@pytest.mark.parametrize("name", ["qwen3_0_6b_gsm8k", "qwen3_8b_math_8gpu", "qwen3_32b_2x8gpu"])
+def test_the_recipes_fit_on_devices_of_80_gib(name, monkeypatch):
+    monkeypatch.setattr("titan_rl.run.memory.shutil.disk_usage", lambda place: type("Disk", (), {"free": 1 << 42}))
+    config = recipe(name)
+    assert [*too_large(config, shape_of(config), 80 * GIB)] == []
+    lines = "\n".join(describe_memory(config, shape_of(config), 80 * GIB))
+    assert "a trainer rank: " in lines and "KV cache of a generator: " in lines
+
+
+def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch):
+    monkeypatch.setattr("titan_rl.run.memory.shutil.disk_usage", lambda place: type("Disk", (), {"free": GIB}))
+    config = variant(recipe("qwen3_8b_math_8gpu"), {"trainer.activation_checkpointing": False})
+    trainer, shared = too_large(config, shape_of(config), 80 * GIB)
+    assert "(activations: 67)" in trainer and "trainer.activation_checkpointing" in trainer
+    assert "/dev/shm has 1.0 GiB free, and weights.max_live publications take 45.8" in shared
+    small = variant(recipe("qwen3_32b_2x8gpu"), {"trainer.data_parallel": 4, "trainer.tensor_parallel": 1})
+    trainer, engine, _ = too_large(small, shape_of(small), 24 * GIB)
+    assert "more trainer.data_parallel" in trainer and "more generator.tensor_parallel" in engine
+    assert len([*too_large(small, shape_of(small), 24 * GIB, serving=True)]) == 2
