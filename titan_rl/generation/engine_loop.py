@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,9 +40,6 @@ for a heartbeat. A dead rank is noticed at once."""
 
 FIRST_STEP_SECONDS = 600.0
 """On CUDA the first step may compile kernels: for so long it counts as progress."""
-
-SWITCH_SECONDS = 0.0005
-"""On CUDA: how long the engine thread waits for Python's lock when the device has answered and others compute."""
 
 HANDOVER_SECONDS = 0.0005
 """The engine thread sleeps so long when it has passed on first tokens. Otherwise the thread that sends them would wait
@@ -379,8 +375,6 @@ def make_engine_loop(
         from titan_rl.weights.puller import SharedMemoryReader, verify
         from titan_rl.weights.ranks import Ranks
 
-        if device == "cuda":
-            sys.setswitchinterval(SWITCH_SECONDS)
         engine: Engine = import_name(config.engine, ENGINES)(config, model_path, device)
         # It ends with the process groups that the engine has made: to destroy it earlier breaks the engine's own exit.
         group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None

@@ -128,13 +128,13 @@ class VllmEngine(Engine):
         self._prefills: dict[str, Any] = {}  # vLLM's numbers of their prompts, by id
         self._finished: list[Completion] = []  # since the last step was reported
         self._sampled: list[int] = []  # likewise
-        self._steps = self._steps_of(core)
+        self._stepper = self._make_stepper(core)
         if self._linears is not None and config.deterministic:
             from titan_rl.generation.vllm.adaptation import check_rows
 
             check_rows(self.model)
 
-    def _steps_of(self, core: EngineCore) -> OwnSteps | OverlappedSteps:
+    def _make_stepper(self, core: EngineCore) -> OwnSteps | OverlappedSteps:
         if self._device == "cuda":
             return OverlappedSteps(self._client, core, self._requests)
         from titan_rl.generation.vllm.steps import OwnSteps
@@ -160,7 +160,7 @@ class VllmEngine(Engine):
         added = Request(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids.tolist(),
-            sampling_params=self._steps.seeded(self._params(request.sampling), request.seed),
+            sampling_params=self._stepper.seeded(self._params(request.sampling), request.seed),
             pooling_params=None,
             block_hasher=self._block_hasher,
         )
@@ -178,7 +178,7 @@ class VllmEngine(Engine):
         return super().has_work() or bool(self._finished)
 
     def step(self) -> StepOutput:
-        self._take(self._steps.step())
+        self._take(self._stepper.step())
         output = StepOutput(self._finished, np.array(self._sampled, dtype=np.int32))
         self._finished, self._sampled = [], []
         return output
@@ -206,7 +206,7 @@ class VllmEngine(Engine):
         self._sampled += tokens
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
-        self._take(self._steps.drain())
+        self._take(self._stepper.drain())
         whole = dict(tensors)
         named = {LM_HEAD: whole[EMBEDDING], **whole} if EMBEDDING in whole and self._tied else whole
         if not self._shards:
@@ -227,7 +227,7 @@ class VllmEngine(Engine):
         yield from shards
 
     def drop_cache(self) -> None:
-        self._take(self._steps.drain())
+        self._take(self._stepper.drain())
         for request in self._scheduler.running:
             running = self._running[request.request_id]
             running.kv_drops += 1
