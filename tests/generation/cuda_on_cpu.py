@@ -1,5 +1,5 @@
-"""How engines step on CUDA, on a CPU: vLLM's model runner V2 and its own Triton kernels, under Triton's interpreter, with
-steps that overlap as far as vLLM and this project know. Only the device, its graphs and its streams are not there.
+"""How engines step on CUDA, on a CPU: vLLM's model runner V2 and its own Triton kernels, under Triton's interpreter,
+with steps that overlap as far as vLLM and this project know. Only the device, its graphs and streams are not there.
 
 Import it before vLLM, in a process of its own.
 """
@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import triton.backends
-from triton.backends.driver import DriverBase
-
 os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+import triton.backends  # noqa: E402
+from triton.backends.driver import DriverBase  # noqa: E402
 
 
 class _Interpreter(DriverBase):
