@@ -188,7 +188,8 @@ def engine(device: str) -> Finding:
     if current_platform.device_type != device:
         return Finding("not tried", f"the installed vLLM computes on {current_platform.device_type or 'nothing'} here")
     dtype, tolerance = ("bfloat16", BFLOAT16_TOLERANCE) if device == "cuda" else ("float32", FLOAT32_TOLERANCE)
-    config = GeneratorConfig(dtype=dtype, kv_cache_bytes=16 << 20, gpu_memory_utilization=0.3)  # type: ignore[arg-type]
+    memory = {"kv_cache_bytes": 16 << 20, "gpu_memory_utilization": 0.3, "sleep_mode": True}
+    config = GeneratorConfig(dtype=dtype, **memory)  # type: ignore[arg-type]
     engine = VllmEngine(config, tiny_model(), device)
     prompts = [list(range(2, 4 + index)) for index in range(8)]
     for index, prompt in enumerate(prompts):

@@ -72,7 +72,7 @@ def test_what_a_pull_takes_is_counted(life: Facts) -> None:
     assert "generation/preemptions" not in metrics, "the cache was not full"
 
 
-@pytest.mark.parametrize("name", ["greedy", "hot", "top3", "repeated", "counted", "kept-going"])
+@pytest.mark.parametrize("name", ["greedy", "hot", "cold", "repeated", "counted", "kept-going"])
 def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engine: Facts, name: str) -> None:
     sampled, reference = engine["convention"][name]
     np.testing.assert_allclose(sampled, reference, atol=TOLERANCE)

@@ -92,8 +92,7 @@ class GeneratorConfig:
     is reused for equal prefixes and for the tokens so far, so logprobs are those of no single version: that of a token
     says which weights sampled it, not which weights its context was computed with."""
     sleep_mode: bool = False
-    """On CUDA: let `GeneratorRouter.sleep` give the memory of weights and KV back. vLLM allocates both in another way
-    then."""
+    """On CUDA: let `GeneratorRouter.sleep` give the memory of weights and KV back."""
     burst_steps: Count = 4
     """Engine steps per broadcast decision: more amortise the broadcast, fewer let requests and pulls in sooner."""
     heartbeat_seconds: Positive = 5.0

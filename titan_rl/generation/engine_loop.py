@@ -195,8 +195,8 @@ class EngineLoop:
 
     def pulse(self) -> int:
         """A number that grows with every decision that is applied, idle heartbeats included. It stands still in a step
-        that never ends. In a build, pull or sleep, which have bounds of their own, it grows by being asked, and so for
-        a while in the first step."""
+        that never ends. In a build, pull or sleep, which have bounds of their own, it grows by being asked, and for a
+        while in the first step."""
         with self._changed:
             self._progress += self._has_bound or time.monotonic() < self._patient_until
             return self._progress

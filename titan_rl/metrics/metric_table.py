@@ -160,8 +160,7 @@ METRICS: tuple[Metric, ...] = (
            "above {limit}", "raise `generator.kv_cache_bytes`, or lower `generator.max_num_seqs`",
            above=0.1, title="Answers lose their KV"),
     Metric("generation/recomputed_tokens", "tokens",
-           "of a turn whose KV new weights took, so that it was computed again, mean over rollouts; an equal prefix of "
-           "several is computed once",
+           "of a turn whose KV new weights took, mean over rollouts: they are computed again, equal prefixes once",
            "as many as `generation/prompt_tokens` and the answer, while `seconds/rollout` is long",
            "`generator.keep_prefix_cache`, `router.weight_sync` drain, or shorter answers"),
     Metric("generation/segments", "", "parts of an answer that was interrupted and went on, mean over such rollouts",

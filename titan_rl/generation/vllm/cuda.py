@@ -28,6 +28,10 @@ from vllm.v1.request import Request
 from titan_rl.generation.config import ANY_ORDER_RANKS, GeneratorConfig
 
 
+Sampled = tuple[list[Request], list[int], list[float], list[Request]]
+"""Of one step: the requests that a token was sampled for, their tokens, the logprobs, and which of them have ended."""
+
+
 def cuda_arguments(config: GeneratorConfig) -> dict[str, Any]:
     """Those of `EngineArgs` that are for CUDA only. They were never run."""
     fixed_order = {"pass_config": {"fuse_allreduce_rms": False}} if config.tensor_parallel > ANY_ORDER_RANKS else {}
@@ -54,13 +58,12 @@ class OverlappedSteps:
         params.seed = seed
         return params
 
-    def step(self) -> tuple[list[Request], list[int], list[float], list[Request]]:
-        """Dispatch a step. Returns the requests that the one before it sampled for, their tokens, the logprobs, and
-        which of them have ended; nothing, if there was none."""
+    def step(self) -> Sampled:
+        """Dispatch a step and wait for the one before it, if there is one."""
         return self._sampled(self._client.get_output().outputs)
 
-    def drain(self) -> tuple[list[Request], list[int], list[float], list[Request]]:
-        """Wait for what is under way. Returns what it sampled."""
+    def drain(self) -> Sampled:
+        """Wait for what is under way."""
         outputs: list[EngineCoreOutput] = []
         self._core.pause_scheduler("keep", clear_cache=False)
         while self._core.batch_queue:
@@ -68,9 +71,7 @@ class OverlappedSteps:
         self._core.resume_scheduler()
         return self._sampled(outputs)
 
-    def _sampled(
-        self, outputs: Sequence[EngineCoreOutput]
-    ) -> tuple[list[Request], list[int], list[float], list[Request]]:
+    def _sampled(self, outputs: Sequence[EngineCoreOutput]) -> Sampled:
         requests, tokens, logprobs, ended = [], [], [], []
         for output in outputs:
             request = self._requests[output.request_id]

@@ -35,7 +35,7 @@ from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
 from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
 from titan_rl.generation.vllm import weights
-from titan_rl.generation.vllm.cuda import OverlappedSteps, cuda_arguments
+from titan_rl.generation.vllm.cuda import OverlappedSteps, Sampled, cuda_arguments
 from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
@@ -102,9 +102,7 @@ class VllmEngine(Engine):
         self._device = device
         self._rank = int(os.environ["RANK"])
         self._linears = _adapt(config, Path(model_path)) if device == "cpu" else None
-        tqdm.set_lock(
-            threading.RLock()
-        )  # its own is a semaphore in shared memory, which a killed process leaves behind
+        tqdm.set_lock(threading.RLock())  # its own is in shared memory: a killed process leaves it behind
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
         if config.tensor_parallel > 1:
             # A killed rank leaves its socket behind. In this directory it is removed with the run.
@@ -183,7 +181,7 @@ class VllmEngine(Engine):
         self._finished, self._sampled = [], []
         return output
 
-    def _take(self, step: tuple[list[Request], list[int], list[float], list[Request]]) -> None:
+    def _take(self, step: Sampled) -> None:
         """Append what a step sampled; the end of the next `step` reports it."""
         scheduler = self._scheduler
         requests, tokens, logprobs, ended = step
