@@ -27,7 +27,6 @@ from vllm.v1.request import Request
 
 from titan_rl.generation.config import ANY_ORDER_RANKS, GeneratorConfig
 
-
 Sampled = tuple[list[Request], list[int], list[float], list[Request]]
 """Of one step: the requests that a token was sampled for, their tokens, the logprobs, and which of them have ended."""
 
