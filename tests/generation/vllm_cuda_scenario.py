@@ -10,7 +10,7 @@ import cuda_on_cpu  # noqa: F401 (before vLLM)
 import torch
 from loop_harness import PROMPT, make_request
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.interpreter import interpreter_builder
+from triton.runtime.interpreter import GridExecutor, interpreter_builder
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm_engine_scenario import config, drain, reference_logprobs
@@ -56,11 +56,19 @@ class Traffic(TorchDispatchMode):
             return store(pointers, values, mask, *rest)
 
         interpreter_builder.create_masked_load, interpreter_builder.create_masked_store = loaded, stored
+        self.in_kernel, launch = False, GridExecutor.__call__
+
+        def launched(*arguments: Any, **options: Any) -> None:
+            self.in_kernel = True  # what torch does now, the interpreter does
+            launch(*arguments, **options)
+            self.in_kernel = False
+
+        GridExecutor.__call__ = launched  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
         self.operations += 1
-        if "empty" not in str(function):
+        if "empty" not in str(function) and not self.in_kernel:
             self.bytes += sum(each.nbytes for each in (*arguments, result) if isinstance(each, torch.Tensor))
         return result
 
