@@ -148,7 +148,7 @@ def qwen3_8b() -> RunConfig:
             "rollout.sampling.max_new_tokens": 7168,
             "generator.max_model_len": 8192,
             # without it the activations of a row alone take 67 GiB
-            "trainer.activation_checkpointing": True,
+            "trainer.activation_checkpointing": "full",
             # copies of the state would take 196 GB of /dev/shm
             "checkpoint.in_memory": False,
             "loop.max_staleness": 1,

@@ -88,7 +88,7 @@ def main() -> None:
     shape = published_shape(f"Qwen3-{asked.size}")
     assert shape is not None, f"no Qwen3 of size {asked.size}"
     layout: dict[str, Any] = {"data_parallel": asked.data_parallel, "tensor_parallel": asked.tensor_parallel}
-    rest: dict[str, Any] = {"dtype": "bfloat16", "activation_checkpointing": asked.recompute}
+    rest: dict[str, Any] = {"dtype": "bfloat16", "activation_checkpointing": "full" if asked.recompute else "none"}
     config = TrainerConfig(max_tokens_per_microbatch=asked.tokens, **layout, **rest)
     found = peak_of_step(shape, config)
     estimated = trainer_memory(config, shape)

@@ -154,8 +154,7 @@ def engine_life(device: str, tensor_parallel: str) -> dict[str, Any]:
     from titan_rl.weights.puller import SharedMemoryReader, verify
 
     dtype = "bfloat16" if device == "cuda" else "float32"
-    settings: dict[str, Any] = {"kv_cache_bytes": 16 << 20, "gpu_memory_utilization": 0.3}
-    settings |= {"sleep_mode": True} if hasattr(GeneratorConfig, "sleep_mode") else {}
+    settings: dict[str, Any] = {"kv_cache_bytes": 16 << 20, "gpu_memory_utilization": 0.3, "sleep_mode": True}
     ranks = int(tensor_parallel)
     engine = VllmEngine(GeneratorConfig(dtype=dtype, tensor_parallel=ranks, **settings), tiny_model(), device)
     group = torch.distributed.new_group(backend="gloo") if ranks > 1 else None
@@ -407,7 +406,7 @@ def whole_run_8b(device: str) -> Finding:
         return Finding("not tried", f"it takes 8 devices, and there are {devices()}")
     layout = {"trainer.data_parallel": 4, "generator.count": 2, "generator.tensor_parallel": 2}
     sizes = {f"policy.tiny.{name}": value for name, value in EIGHT_B.items()}
-    settings = layout | {"trainer.activation_checkpointing": True, "checkpoint.keep": 0} | sizes
+    settings = layout | {"trainer.activation_checkpointing": "full", "checkpoint.keep": 0} | sizes
     settings |= {"logging.save_final": False}
     return whole_run(device, **settings if device == "cuda" else {})
 

@@ -52,14 +52,17 @@ def source(package: str, *path: str) -> str:
 
 
 @given(configs)
-def test_on_cuda_every_computing_rank_sees_one_device_and_no_other_rank_sees_it(config):
+def test_on_cuda_every_computing_rank_has_a_device_of_its_own_among_those_that_its_mesh_sees(config):
     config = replace(config, placement=replace(config.placement, device="cuda"))
     devices = tuple(range(3, 3 + devices_needed(config)))
     placement = plan(config, HostFacts(cpus=8, cuda_devices=devices))
     idle = [mesh for mesh in placement.meshes if not mesh.kind.computes]
     computing = [mesh for mesh in placement.meshes if mesh not in idle]
-    seen = [env["CUDA_VISIBLE_DEVICES"] for mesh in computing for env in mesh.env]
-    assert sorted(seen) == sorted(map(str, devices))
+    assert sorted(each for mesh in computing for each in mesh.devices) == list(devices)
+    for mesh in computing:
+        for rank, env in enumerate(mesh.env):
+            seen = mesh.devices if mesh.kind is Kind.GENERATOR else mesh.devices[rank : rank + 1]
+            assert env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, seen))
     for mesh in idle:
         assert {env["CUDA_VISIBLE_DEVICES"] for env in mesh.env} == {""}
 
@@ -120,6 +123,13 @@ def test_dynamo_is_turned_off_for_generators_on_cpu_only():
     on_cuda = plan(config, HostFacts(cpus=2, cuda_devices=(0, 1, 2))).mesh("generator0").env[0]
     assert on_cpu["TORCHDYNAMO_DISABLE"] == "1" and on_cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert not {"TORCHDYNAMO_DISABLE", "VLLM_CPU_OMP_THREADS_BIND"} & set(on_cuda)
+
+
+@pytest.mark.parametrize(("ranks", "order"), [(1, None), (2, None), (4, "0")])
+def test_more_than_two_ranks_add_in_a_fixed_order(ranks, order):
+    config = RunConfig(generator=GeneratorConfig(tensor_parallel=ranks), placement=PlacementConfig(device="cuda"))
+    env = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(1 + 2 * ranks)))).mesh("generator0").env[0]
+    assert env.get("VLLM_ALLREDUCE_USE_FLASHINFER") == order
 
 
 def stages(stage: Stage, environment: Mapping[str, str]) -> Iterator[tuple[Stage, Mapping[str, str]]]:

@@ -101,6 +101,8 @@ def test_an_engine_refuses_a_process_without_its_environment(monkeypatch: pytest
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     with pytest.raises(ConfigError, match="TORCHDYNAMO_DISABLE=1"):
         check_environment("cpu", tensor_parallel=1)
+    for name, value in generator_environment("cuda").items():
+        monkeypatch.setenv(name, value)
     check_environment("cuda", tensor_parallel=1)
 
 

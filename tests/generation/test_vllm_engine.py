@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import pkgutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_harness import SWAPS, SWAPS_OF_CI
+from loop_harness import SWAPS, SWAPS_OF_CI, make_request
 from rank_processes import run_on_ranks
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -23,8 +24,9 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.platforms import current_platform
 
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.engine import RunningRequest
 from titan_rl.generation.vllm.adaptation import kernel_norm, linear_of
-from titan_rl.generation.vllm.steps import SeededSampling, exponential_noise, noise_keys, sample
+from titan_rl.generation.vllm.steps import SeededSampling, noise_keys
 from titan_rl.types import NO_VERSION, FinishReason
 
 Facts = dict[str, Any]
@@ -262,18 +264,20 @@ WAYS = {
 }
 
 
-def by_hash(logits: Tensor, keys: Tensor) -> Tensor:
-    """How devices other than the CPU sample."""
-    return (logits - exponential_noise(keys, logits.shape[1]).log()).argmax(dim=-1)
+def forward_of(batch: SimpleNamespace, seeds: dict[str, int]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The sampler of random rows, for requests of these seeds."""
+    runner = SimpleNamespace(input_batch=batch, sampler=SimpleNamespace(topk_topp_sampler=SimpleNamespace()))
+    running = {name: RunningRequest(make_request(name, seed=seed), 0.0, []) for name, seed in seeds.items()}
+    SeededSampling(runner, running)
+    return runner.sampler.topk_topp_sampler.forward
 
 
-@pytest.mark.parametrize("draw", [sample, by_hash])
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_follow_the_distribution_and_are_independent(way: str, draw) -> None:
+def test_tokens_follow_the_distribution_and_are_independent(way: str) -> None:
     probabilities = torch.softmax(torch.randn(VOCAB, generator=torch.Generator().manual_seed(0)) * 2, 0)
     seeds, positions = WAYS[way]
     keys = torch.from_numpy(noise_keys(seeds, positions))
-    drawn = draw(probabilities.log().repeat(ROWS, 1), keys)
+    drawn = torch.ops._C.fused_gumbel_argmax(probabilities.log().repeat(ROWS, 1), keys)
     expected = probabilities.double() * ROWS
     found = torch.bincount(drawn, minlength=VOCAB)
     assert float(((found - expected) ** 2 / expected).sum()) < MOST
@@ -283,29 +287,18 @@ def test_tokens_follow_the_distribution_and_are_independent(way: str, draw) -> N
     assert abs(equal - chance) < 5 * (chance * (1 - chance) / ROWS) ** 0.5
 
 
-def test_noise_is_exponential_down_to_its_smallest_values() -> None:
-    noise = exponential_noise(torch.from_numpy(noise_keys(np.arange(64), np.zeros(64))), 30_000).flatten()
-    assert 0 < float(noise.min()) < 1e-5 and float(noise.max()) < 37
-    for limit in (1e-5, 1e-4, 1e-2, 0.5, 2.0, 8.0):
-        below, expected = int((noise < limit).sum()), len(noise) * -np.expm1(-limit)
-        assert abs(below - expected) < 5 * expected**0.5
-
-
 def test_a_token_that_is_cut_off_is_never_drawn() -> None:
     logits = torch.full((1000, VOCAB), -torch.inf)
     logits[:, 5] = 0.0
     keys = torch.from_numpy(noise_keys(np.arange(1000), np.arange(1000)))
-    assert sample(logits, keys).tolist() == by_hash(logits, keys).tolist() == [5] * 1000
+    assert torch.ops._C.fused_gumbel_argmax(logits, keys).tolist() == [5] * 1000
 
 
 def test_a_row_depends_on_its_own_request_alone() -> None:
     batch = SimpleNamespace(req_ids=["a", "b", "c"], num_tokens_no_spec=np.array([7, 900, 7]))
-    runner = SimpleNamespace(input_batch=batch, sampler=SimpleNamespace(topk_topp_sampler=SimpleNamespace()))
-    sampling = SeededSampling(runner)
-    sampling.seeds |= {"a": 2**63 - 1, "b": 0, "c": 2**63 - 1}
+    forward = forward_of(batch, {"a": 2**63 - 1, "b": 0, "c": 2**63 - 1})
     logits = torch.randn(3, 5000)
     logits[2] = logits[0]
-    forward = runner.sampler.topk_topp_sampler.forward
     tokens, logprobs = forward(logits.clone(), {}, None, None)
     assert tokens[0] == tokens[2]
     assert torch.equal(logprobs, logits.log_softmax(-1))

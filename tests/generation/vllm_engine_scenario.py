@@ -425,7 +425,7 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
     small = {"max_num_seqs": 9, "max_num_batched_tokens": 128, "kv_cache_bytes": 6 * (32 << 10) // ranks}
     engine = VllmEngine(config(tensor_parallel=ranks, **small), model)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    decoder, short = engine._decoder, [0, 0, 0]
+    decoder, short = engine._stepper._decoder, [0, 0, 0]
     states: list[dict[str, Any]] = []
     plan_decode = scheduler.plan_decode
 
@@ -439,8 +439,6 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
         requests = dict(scheduler.requests)
         taken = scheduler.update_from_output(planned, output)
         outputs = taken[0].outputs if taken else []
-        for each in outputs:
-            requests[each.request_id].prefill_stats = each.prefill_stats
         return StepTokens(
             [requests[each.request_id] for each in outputs],
             [each.new_token_ids[0] for each in outputs],
@@ -475,7 +473,7 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
         if step == 27:
             engine.load_weights(tensors_of(other).items(), PolicyVersion(0, 1))
         if engine.has_work():
-            engine._decoder = decoder if step * ours % 1 < ours else None
+            engine._stepper._decoder = decoder if step * ours % 1 < ours else None
             output = engine.step()
             completions |= {each.request_id: each for each in output.finished}
             states.append(state(engine) | {"sampled": output.sampled.tolist()})

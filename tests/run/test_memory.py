@@ -32,7 +32,7 @@ def recipe(name: str):
 def test_the_estimate_of_a_trainer_rank_is_near_what_torch_tracks(case):
     size, data, tensor, tokens, recompute = case
     layout = TrainerConfig(data_parallel=data, tensor_parallel=tensor, dtype="bfloat16")
-    config = replace(layout, max_tokens_per_microbatch=tokens, activation_checkpointing=recompute)
+    config = replace(layout, max_tokens_per_microbatch=tokens, activation_checkpointing="full" if recompute else "none")
     estimated = sum(trainer_memory(config, published_shape(f"Qwen3-{size}")).values()) / GIB
     assert 0.98 < estimated / TRACKED[case] < (1.25 if recompute else 1.05)
 
@@ -48,7 +48,7 @@ def test_the_recipes_fit_on_devices_of_80_gib(name, monkeypatch):
 
 def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch):
     monkeypatch.setattr("titan_rl.run.memory.shutil.disk_usage", lambda place: type("Disk", (), {"free": GIB}))
-    config = variant(recipe("qwen3_8b_math_8gpu"), {"trainer.activation_checkpointing": False})
+    config = variant(recipe("qwen3_8b_math_8gpu"), {"trainer.activation_checkpointing": "none"})
     trainer, shared = too_large(config, shape_of(config), 80 * GIB)
     assert "(activations: 67)" in trainer and "trainer.activation_checkpointing" in trainer
     assert "/dev/shm has 1.0 GiB free, and weights.max_live publications take 45.8" in shared

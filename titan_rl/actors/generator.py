@@ -5,7 +5,8 @@ however long an engine step takes. Rank 0 takes requests and pulls; the other ra
 
 A generator dies as a whole, with one cause. A rank whose engine loop fails ends its process. A follower first tells
 rank 0 the cause, and rank 0 fails every request and call with it. The end of one process breaks the collectives of the
-other ranks, so they fail and end too. A generator that is up therefore has all its ranks.
+other ranks on CPU, so they fail and end too; on CUDA they may spin, and the controller, which sees the end, kills them.
+A generator that is up therefore has all its ranks.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ from titan_rl.processes import RENDEZVOUS
 DETERMINISTIC_RANKS = 2
 """Most tensor-parallel ranks on CPU whose sums do not depend on the order of additions."""
 
+ANY_ORDER_RANKS = 2
+"""Most tensor-parallel ranks on CUDA that come to one sum, whatever the order of its additions."""
+
 ENGINES = {
     "vllm": "titan_rl.generation.vllm.engine:VllmEngine",
     "simulated": "titan_rl.generation.simulated_engine:simulated_engine",
@@ -48,6 +51,11 @@ _COMMON = {
 _CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first step that returns logprobs compiles for many seconds
 }
+_CUDA = {
+    "VLLM_LOGGING_LEVEL": "INFO",  # says what a start that takes minutes is at
+    "VLLM_USE_V2_MODEL_RUNNER": "1",  # its noise is a function of seed and position
+}
+_FIXED_ORDER = {"VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 _DETERMINISTIC = {
     "cpu": {"VLLM_CPU_ATTN_SPLIT_KV": "0"},  # else the batch decides how a long context is split over threads
     "cuda": {"VLLM_BATCH_INVARIANT": "1"},  # vLLM's own kernels for it
@@ -78,9 +86,13 @@ class GeneratorConfig:
     prefix_caching: bool = True
     """Reuse KV of equal prompt prefixes among requests of one version. `False`: every prompt is computed."""
     keep_prefix_cache: bool = False
-    """Keep all KV through a change of weights, also that of running requests, which saves recomputing it. Then KV of
-    older weights is reused for equal prefixes and for the tokens so far, so logprobs are those of no single version:
-    the version of a token says which weights sampled it, not which weights its context was computed with."""
+    """Keep all KV through a change of weights. `False`: after every pull, running requests compute theirs again
+    (`generation/recomputed_tokens`), which takes as long as prefilling so many tokens: 256 requests of 2,000 tokens at
+    50,000 tokens a second take 10 s, in which nothing is sampled. `True` costs exactness instead: KV of older weights
+    is reused for equal prefixes and for the tokens so far, so logprobs are those of no single version: that of a token
+    says which weights sampled it, not which weights its context was computed with."""
+    sleep_mode: bool = False
+    """On CUDA: let `GeneratorRouter.sleep` give the memory of weights and KV back."""
     burst_steps: Count = 4
     """Engine steps per broadcast decision: more amortise the broadcast, fewer let requests and pulls in sooner."""
     heartbeat_seconds: Positive = 5.0
@@ -126,18 +138,23 @@ def refuse_more_ranks(tensor_parallel: int) -> None:
         )
 
 
-def generator_environment(device: str, *, threads: int = 1, deterministic: bool = False) -> dict[str, str]:
+def generator_environment(
+    device: str, *, tensor_parallel: int = 1, threads: int = 1, deterministic: bool = False
+) -> dict[str, str]:
     """Variables for every rank of a generator, apart from the rendezvous (RANK, WORLD_SIZE, …). `threads`: of OpenMP,
     per process on a CPU."""
-    mode = _DETERMINISTIC[device] if deterministic else {}
-    if device == "cpu":
-        return _COMMON | _CPU | mode | {"OMP_NUM_THREADS": str(threads)}
-    return _COMMON | mode
+    variables = _required(device, tensor_parallel, deterministic)
+    return variables | {"OMP_NUM_THREADS": str(threads)} if device == "cpu" else variables
+
+
+def _required(device: str, tensor_parallel: int, deterministic: bool) -> dict[str, str]:
+    order = _FIXED_ORDER if device == "cuda" and tensor_parallel > ANY_ORDER_RANKS else {}
+    return _COMMON | (_CPU if device == "cpu" else _CUDA) | order | (_DETERMINISTIC[device] if deterministic else {})
 
 
 def check_environment(device: str, *, tensor_parallel: int, deterministic: bool = False) -> None:
     """Raises ConfigError, naming the variables, where an engine's environment is not in place."""
-    required = _COMMON | (_CPU if device == "cpu" else {}) | (_DETERMINISTIC[device] if deterministic else {})
+    required = _required(device, tensor_parallel, deterministic)
     wrong = [f"{name}={value}" for name, value in required.items() if os.environ.get(name) != value]
     if wrong:
         raise ConfigError(f"a generator process must be started with {' '.join(wrong)}")

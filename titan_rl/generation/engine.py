@@ -66,7 +66,8 @@ class Engine(ABC):
         """Add a validated request, whose id must not be running."""
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
-        """End running requests now, in the order of the ids, with the tokens so far; unknown ids are ignored."""
+        """End running requests now, in the order of the ids, with the tokens so far; unknown ids are ignored. What has
+        ended since the last step comes first."""
         aborted = [self._end(request_id) for request_id in request_ids if request_id in self._running]
         now = self._clock()
         return [running.complete(FinishReason.ABORT, now) for running in aborted]
@@ -217,6 +218,10 @@ class RunningRequest:
     first_at: float = 0.0
     cached: int = 0
     """Prompt tokens whose KV was in the prefix cache."""
+    kv_drops: int = 0
+    """How often new weights took its KV."""
+    recomputed: int = 0
+    """Tokens whose KV that was."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     streamed: int = 0
@@ -248,6 +253,8 @@ class RunningRequest:
         }
         if self.tokens:
             metrics["generation/seconds_to_first_token"] = self.first_at - self.added_at
+        if self.recomputed:
+            metrics["generation/recomputed_tokens"] = float(self.recomputed)
         return Completion(
             request_id=self.request.request_id,
             token_ids=np.array(self.tokens, dtype=np.int32),

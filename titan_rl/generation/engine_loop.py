@@ -38,6 +38,9 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 """Followers wait in one collective for as long as rank 0 takes for a decision (a burst of steps, a pull) or, when idle,
 for a heartbeat. A dead rank is noticed at once."""
 
+FIRST_STEP_SECONDS = 600.0
+"""On CUDA the first step may compile kernels: for so long it counts as progress."""
+
 HANDOVER_SECONDS = 0.0005
 """The engine thread sleeps so long when it has passed on first tokens. Otherwise the thread that sends them would wait
 for Python's lock through most of the next step."""
@@ -58,6 +61,7 @@ class EngineLoop:
         make_lockstep: called in the engine thread; builds the engine and the `Lockstep` around it.
         on_completions: called on rank 0 with finished and aborted requests, in the engine thread (for a request that
             never reached the engine: in the thread that calls `abort`). Must be quick and must not raise.
+        first_step_seconds: so long the first step may last before it looks like a hang.
         on_pieces: called like `on_completions`, once per decision, with pieces of streamed requests.
         on_fatal: called once, on any rank, if the loop dies after it had started. A follower's process must exit then,
             so that rank 0 notices before a collective times out.
@@ -70,6 +74,7 @@ class EngineLoop:
         rank: int,
         burst_steps: int,
         heartbeat_seconds: float,
+        first_step_seconds: float = 0.0,
         on_completions: Callable[[list[Completion]], None],
         on_pieces: Callable[[list[Piece]], None],
         on_fatal: Callable[[BaseException], None],
@@ -89,6 +94,7 @@ class EngineLoop:
         self._failure: BaseException | None = None
         self._engine: Engine | None = None
         self._progress = 0
+        self._patience, self._patient_until = first_step_seconds, 0.0
         self._has_bound = True  # building, pulling, sleeping or waking: whoever asked for it has a bound of its own
         self._ready: Future[None] = _promise()
         self._ended: Future[None] = _promise()
@@ -189,9 +195,10 @@ class EngineLoop:
 
     def pulse(self) -> int:
         """A number that grows with every decision that is applied, idle heartbeats included. It stands still in a step
-        that never ends. In a build, pull or sleep, which have bounds of their own, it grows by being asked."""
+        that never ends. In a build, pull or sleep, which have bounds of their own, it grows by being asked, and for a
+        while in the first step."""
         with self._changed:
-            self._progress += self._has_bound
+            self._progress += self._has_bound or time.monotonic() < self._patient_until
             return self._progress
 
     # In the engine thread.
@@ -244,7 +251,11 @@ class EngineLoop:
         with self._changed:
             self._progress += 1
             self._has_bound = decision.action not in (LoopAction.STEP, LoopAction.IDLE)
-        return lockstep.apply(decision)
+            self._patient_until = time.monotonic() + self._patience
+        outcome = lockstep.apply(decision)
+        if decision.action is LoopAction.STEP:
+            self._patience = 0.0
+        return outcome
 
     def _next_decision(self, lockstep: Lockstep) -> LoopDecision:
         """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""
@@ -381,6 +392,7 @@ def make_engine_loop(
         rank=rank,
         burst_steps=config.burst_steps if world_size > 1 else 1,  # alone, there is no broadcast to amortise
         heartbeat_seconds=config.heartbeat_seconds,
+        first_step_seconds=FIRST_STEP_SECONDS if device == "cuda" else 0.0,
         on_completions=on_completions,
         on_pieces=on_pieces,
         on_fatal=on_fatal,

@@ -245,10 +245,10 @@ def _shares_of_stop_reasons(rollouts: Sequence[RolloutRecord]) -> dict[StopReaso
 
 def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:
     """The engines' metrics of each rollout's completions, averaged over the rollouts that have them: engines tell of a
-    step in one completion, and of preemptions where there are some."""
+    step in one completion, and of lost KV where some was."""
     averages = means(rollout.metrics for rollout in rollouts)
-    preemptions = "generation/preemptions"
-    averages[preemptions] = sum(rollout.metrics.get(preemptions, 0.0) for rollout in rollouts) / len(rollouts)
+    for rare in ("generation/preemptions", "generation/recomputed_tokens"):
+        averages[rare] = sum(rollout.metrics.get(rare, 0.0) for rollout in rollouts) / len(rollouts)
     if prompt := averages.get("generation/prompt_tokens"):
         averages["generation/prefix_cache_hits"] = averages["generation/cached_tokens"] / prompt
     return averages

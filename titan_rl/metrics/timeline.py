@@ -95,8 +95,10 @@ class MemoryGauge:
             rollup = Path("/proc/self/smaps_rollup").read_text()
             self._resident = int(rollup.partition("\nPss:")[2].split()[0]) << 10
             self._next = began + (self._clock() - began) / LOOK_SHARE
-        is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)  # torch may be half imported
-        device = sys.modules["torch.cuda"].memory_reserved() if is_initialized is not None and is_initialized() else 0
+        cuda: Any = sys.modules.get("torch.cuda")  # it may be half imported
+        in_use = getattr(cuda, "is_initialized", bool)()
+        # Only the engine's thread knows which of the devices is this rank's. On the others it holds nothing.
+        device = sum(map(cuda.memory_reserved, range(cuda.device_count()))) if in_use else 0
         return Memory(self._resident, device)
 
 

@@ -23,7 +23,7 @@ MOST_PIECES = 256
 memory."""
 
 
-_SUMMED = {"generation/seconds_queued", "generation/seconds_in_engine", "generation/preemptions"}
+_SUMMED = {f"generation/{name}" for name in ("seconds_queued", "seconds_in_engine", "preemptions", "recomputed_tokens")}
 """Metrics that the parts of an answer add up to; of all others the first part tells, which has the caller's prompt."""
 
 

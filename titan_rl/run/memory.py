@@ -66,14 +66,14 @@ def parameters(shape: Qwen3Shape) -> int:
 
 def trainer_memory(config: TrainerConfig, shape: Qwen3Shape) -> dict[str, float]:
     """Of one rank, at the peak of a step of full micro-batches."""
-    shard, split = parameters(shape) / config.ranks, config.tensor_parallel
+    shard, split = parameters(shape) * config.replicas / config.ranks, config.tensor_parallel
     width = _WIDTH[config.dtype]
     head = math.prod(shape.tensor_shapes()[EMBEDDING]) / split
     layer = (parameters(shape) / split - head * (1 if shape.tied else 2)) / shape.layers
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     kept = 10.25 * shape.dim + (4.55 * attention + 4.24 * shape.ffn) / split  # of a token in a layer
     layers = shape.layers
-    if config.activation_checkpointing:
+    if config.activation_checkpointing == "full":
         kept, layers = kept + shape.layers * shape.dim, 1
     return {
         "weights": 4 * shard,

@@ -6,8 +6,9 @@ Always true of a `Placement`:
   defines `play`; where a checkpoint is served, generators, `router` and `gateway`. The last generators are spares.
   With several hosts each has a `relay0`, `relay1`, …, which brings new weights there.
 - Only the trainer spans hosts, with equal shares of its ranks in the order of the hosts.
-- On CUDA every rank of the trainer and of the generators sees exactly one device, and no two ranks see the same one.
-  No other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
+- On CUDA every rank of the trainer and of the generators has a device of its own. The ranks of a generator see all
+  devices of that generator, as torchrun's do (vLLM's all-reduce maps them), and a rank of the trainer only its own. No
+  other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
 - The environment of a rank is complete before Monarch starts. Variables that torchrun left in the controller's
   environment never reach a rank, because they describe another process group.
 
@@ -47,11 +48,18 @@ _TRAINER_IMPORTS = ("titan_rl.policy.updater:import_torchtitan", "titan_rl.weigh
 _ENGINE_IMPORTS: dict[Device, tuple[str, ...]] = {
     "cpu": (
         "titan_rl.generation.vllm.engine",
+        "titan_rl.generation.vllm.adaptation",
+        "titan_rl.generation.vllm.steps",
         "vllm.model_executor.layers.quantization.online.base",
         "vllm.model_executor.models.qwen3",
         "vllm.v1.worker.cpu_worker",
     ),
-    "cuda": ("titan_rl.generation.vllm.engine", "vllm.model_executor.models.qwen3", "vllm.v1.worker.gpu_worker"),
+    "cuda": (
+        "titan_rl.generation.vllm.engine",
+        "vllm.model_executor.models.qwen3",
+        "vllm.v1.worker.gpu.model_runner",
+        "vllm.v1.worker.gpu_worker",
+    ),
 }
 """What the processes of a stage import; none of it imports Monarch."""
 
@@ -228,7 +236,12 @@ def _trainer_threads(host: HostFacts, device: Device) -> dict[str, str]:
 
 def _engine_environment(config: RunConfig, device: Device) -> dict[str, str]:
     deterministic = config.generator_settings().deterministic
-    engine = generator_environment(device, threads=config.placement.threads, deterministic=deterministic)
+    engine = generator_environment(
+        device,
+        tensor_parallel=config.generator.tensor_parallel,
+        threads=config.placement.threads,
+        deterministic=deterministic,
+    )
     # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
     return {**engine, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else engine
 
@@ -294,6 +307,7 @@ def plan(
             return
         chosen = [host for host in found for _ in range(len(positions) // len(found))]
         indices = tuple(room.take(host, computes=kind.computes) for host in chosen)
+        seen = [",".join(map(str, indices))] * len(indices) if kind is Kind.GENERATOR else list(map(str, indices))
         env = tuple(
             {
                 **common,
@@ -307,9 +321,9 @@ def plan(
                 ),
                 **(_trainer_threads(room.hosts[host], device) if kind is Kind.TRAINER else {}),
                 **variables,
-                "CUDA_VISIBLE_DEVICES": "" if index is None else str(index),
+                "CUDA_VISIBLE_DEVICES": "" if index is None else devices_seen,
             }
-            for host, index in zip(chosen, indices, strict=True)
+            for host, index, devices_seen in zip(chosen, indices, seen, strict=True)
         )
         meshes[name] = MeshPlan(
             kind=kind, name=name, hosts=tuple(chosen), env=env, devices=indices, positions=tuple(positions)

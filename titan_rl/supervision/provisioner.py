@@ -324,13 +324,14 @@ def _command(plan: MeshPlan, spawn_id: str, host: Host, first: int, count: int, 
     """What a process of the mesh runs: the one at `point` among the `count` on this host, the first of which has rank
     `first`."""
     rank, ranks = first + int(point.rank), len(plan.env)
+    device, visible = plan.devices[rank], plan.env[rank]["CUDA_VISIBLE_DEVICES"]
     environment: dict[str, str | None] = {
         **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable
         **plan.env[rank],
         **host.variables,
         "RANK": str(rank),
-        # On CUDA a rank sees only its own device, so that is always number 0.
-        "LOCAL_RANK": str(int(point.rank)) if plan.devices[rank] is None else "0",
+        # On CUDA the place of its device among those that it sees.
+        "LOCAL_RANK": str(int(point.rank) if device is None else visible.split(",").index(str(device))),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(count),
         OWNER: str(host.owner),

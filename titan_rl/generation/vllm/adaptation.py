@@ -6,8 +6,6 @@ adaptation fails when vLLM no longer needs it.
 
 - **Search for kernels.** While the CPU worker is built, vLLM looks through the globals of every imported module and
   fails at objects of other libraries (llvmlite's, under numba). All kernels that it looks for are in its own modules.
-- **Progress bars.** tqdm's default lock is a semaphore in shared memory, which a killed process leaves behind. Nothing
-  here forks, so a lock between threads is enough.
 - **Names of shared memory.** All tensor-parallel groups of a host would open segments of one fixed name, so a second
   generator, or the segments of a crashed one, break the start. A name per process makes vLLM use gloo instead.
 - **Norms.** vLLM has a kernel for RMS norms on CPU but uses it on other devices only. Here each norm would take six
@@ -43,7 +41,6 @@ import dataclasses
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +49,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
-from tqdm import tqdm
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers import utils as vllm_linear
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -89,11 +85,6 @@ _stock_rebind_kernels = vllm_kernels._rebind_kernels
 _stock_group_name = _CPUSHMDistributed.make_group_name
 _stock_dispatch = vllm_linear.dispatch_cpu_unquantized_gemm
 _stock_build = CPUAttentionMetadataBuilder.build
-
-
-def adapt_progress_bars() -> None:
-    """Make tqdm use a lock between threads."""
-    tqdm.set_lock(threading.RLock())
 
 
 def adapt_process() -> None:

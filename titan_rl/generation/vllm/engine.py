@@ -2,27 +2,29 @@
 
 vLLM's LLMEngine is built and configured as usual. Requests go directly to its scheduler, and this class runs the steps
 and collects the sampled tokens: two list appends per token, arrays at the end. LLMEngine's own output objects cost more
-per token, and an abort would lose the tokens so far unless they were built at every step.
+per token, and an abort would lose the tokens so far unless they were built at every step. How a step is taken differs
+by device (`steps.OwnSteps`, `cuda.OverlappedSteps`).
 
 Every rank gets the same calls in the same order. vLLM's scheduler is deterministic, so the ranks stay in step without
 communication other than the model's own collectives. All ranks use the caller's request ids.
 
-Needs the environment of `config.generator_environment`. The arguments for CUDA were never run.
+Needs the environment of `config.generator_environment`. Never run on CUDA; tests run how it steps there on CPU.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from vllm import EngineArgs, LLMEngine
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.inputs.engine import tokens_input
@@ -32,37 +34,25 @@ from vllm.v1.request import Request
 from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
 from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
-from titan_rl.generation.vllm import adaptation, weights
-from titan_rl.generation.vllm.steps import SeededSampling, StepScheduler, decoder_of
+from titan_rl.generation.vllm import weights
+from titan_rl.generation.vllm.cuda import OverlappedSteps, Sampled, cuda_arguments
 from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
 
+if TYPE_CHECKING:  # they import what belongs to vLLM on CPU
+    from titan_rl.generation.vllm.adaptation import Linears
+    from titan_rl.generation.vllm.steps import OwnSteps
+
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _CACHED_SAMPLINGS = 1024
 """Distinct sampling options that are kept as vLLM knows them: making them costs more than the rest of a request."""
-_SLEEP_LEVEL = 1
-"""vLLM keeps the weights in host memory and discards the KV cache."""
+_SLEEP_LEVEL = 2
+"""vLLM discards weights and KV: a wake-up brings published weights in any case."""
 
 
 def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`.
-
-    CPU and CUDA differ in memory, compilation and chunking only. Chunked prompts were never tried on CPU. The CUDA
-    arguments were never run.
-    """
-    by_device: dict[str, dict[str, Any]] = {
-        "cpu": {
-            "kv_cache_memory_bytes": config.kv_cache_bytes,
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
-            "scheduler_reserve_full_isl": False,  # a prompt that is not chunked fits as a whole in any case
-        },
-        "cuda": {
-            "gpu_memory_utilization": config.gpu_memory_utilization,
-            "enable_sleep_mode": True,
-        },
-    }
+    """Arguments of vLLM's `EngineArgs`."""
     return {
         "model": str(model_path),
         "dtype": config.dtype,
@@ -74,13 +64,24 @@ def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> 
         "block_size": config.block_size,
         "enable_prefix_caching": config.prefix_caching,
         "logprobs_mode": "processed_logprobs",
-        "async_scheduling": False,  # versions and lockstep need a step's tokens from that step
-        "scheduler_cls": StepScheduler,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,
-        **by_device[device],
+        **(_cpu_arguments(config) if device == "cpu" else cuda_arguments(config)),
+    }
+
+
+def _cpu_arguments(config: GeneratorConfig) -> dict[str, Any]:
+    from titan_rl.generation.vllm.steps import StepScheduler
+
+    return {
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,  # was never tried
+        "scheduler_reserve_full_isl": False,  # a prompt that is not chunked fits as a whole in any case
+        "scheduler_cls": StepScheduler,
+        "async_scheduling": False,  # there is no device to wait for
     }
 
 
@@ -100,15 +101,8 @@ class VllmEngine(Engine):
         check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
         self._device = device
         self._rank = int(os.environ["RANK"])
-        self._linears: adaptation.Linears | None = None  # on CPU
-        if device == "cpu":
-            if config.deterministic:
-                refuse_more_ranks(config.tensor_parallel)
-            self._linears = adaptation.adapt_linear(adaptation.linear_of(config, Path(model_path)))
-            adaptation.adapt_attention(config.deterministic)
-            adaptation.adapt_norms()
-            adaptation.adapt_process()
-        adaptation.adapt_progress_bars()
+        self._linears = _adapt(config, Path(model_path)) if device == "cpu" else None
+        tqdm.set_lock(threading.RLock())  # its own is in shared memory: a killed process leaves it behind
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
         if config.tensor_parallel > 1:
             # A killed rank leaves its socket behind. In this directory it is removed with the run.
@@ -119,22 +113,31 @@ class VllmEngine(Engine):
         self._client = self._engine.engine_core
         in_process: Any = self._client  # for which vLLM's interface does not speak
         core: EngineCore = in_process.engine_core
-        self._scheduler: Any = core.scheduler  # a StepScheduler
-        self._executor: Any = core.model_executor
+        self._scheduler: Any = core.scheduler
         self._block_hasher = core.request_block_hasher
         self._params = lru_cache(_CACHED_SAMPLINGS)(self._vllm_params)
         vocab_size = self._engine.model_config.get_vocab_size()
         super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size)
         self._tied: bool = self._engine.model_config.hf_text_config.tie_word_embeddings
         self._shards: list[TensorShard] = []  # where verification has last looked, and new weights are stored
-        self._asleep = False
-        self._kv_drops: Counter[str] = Counter()  # by request: how often a new version took its KV
+        self._can_sleep, self._asleep = device == "cuda" and config.sleep_mode, False
         self._kv_use = 0.0  # share of the KV cache, after the last step
-        runner = self._worker.model_runner
-        self._sampling = SeededSampling(runner)
-        self._decoder = decoder_of(self._scheduler, runner)
-        if config.deterministic and device == "cpu":
-            adaptation.check_rows(self.model)
+        self._requests: dict[str, Request] = {}  # vLLM's, by id
+        self._prefills: dict[str, Any] = {}  # vLLM's numbers of their prompts, by id
+        self._finished: list[Completion] = []  # since the last step was reported
+        self._sampled: list[int] = []  # likewise
+        self._stepper = self._make_stepper(core)
+        if self._linears is not None and config.deterministic:
+            from titan_rl.generation.vllm.adaptation import check_rows
+
+            check_rows(self.model)
+
+    def _make_stepper(self, core: EngineCore) -> OwnSteps | OverlappedSteps:
+        if self._device == "cuda":
+            return OverlappedSteps(self._client, core, self._requests)
+        from titan_rl.generation.vllm.steps import OwnSteps
+
+        return OwnSteps(core, self._worker.model_runner, self._running)
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -152,41 +155,43 @@ class VllmEngine(Engine):
         return self.llm_engine.model_executor.driver_worker
 
     def add(self, request: GenerationRequest) -> None:
-        self._sampling.seeds[request.request_id] = request.seed
-        self._scheduler.add_request(
-            Request(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids.tolist(),
-                sampling_params=self._params(request.sampling),
-                pooling_params=None,
-                block_hasher=self._block_hasher,
-            )
+        added = Request(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids.tolist(),
+            sampling_params=self._stepper.seeded(self._params(request.sampling), request.seed),
+            pooling_params=None,
+            block_hasher=self._block_hasher,
         )
+        self._requests[request.request_id], self._prefills[request.request_id] = added, added.prefill_stats
+        self._scheduler.add_request(added)
         self._begin(request)
 
     def abort(self, request_ids: Sequence[str]) -> list[Completion]:
         completions = super().abort(request_ids)
         self._client.abort_requests([each.request_id for each in completions])
-        return completions
+        ended, self._finished = self._finished, []  # no step may come that would report them
+        return ended + completions
+
+    def has_work(self) -> bool:
+        return super().has_work() or bool(self._finished)
 
     def step(self) -> StepOutput:
+        self._take(self._stepper.step())
+        output = StepOutput(self._finished, np.array(self._sampled, dtype=np.int32))
+        self._finished, self._sampled = [], []
+        return output
+
+    def _take(self, step: Sampled) -> None:
+        """Append what a step sampled; the end of the next `step` reports it."""
         scheduler = self._scheduler
-        sampled = self._decoder.step() if self._decoder is not None else None
-        if sampled is None:
-            plan = scheduler.schedule()
-            output = self._executor.execute_model(plan) or self._executor.sample_tokens(None)
-            sampled = scheduler.collect(plan, output)
-        requests, tokens, logprobs, ended = sampled
+        requests, tokens, logprobs, ended = step
         now = self._clock()
         # What has ended is not in vLLM's own numbers any more.
         kv_use, self._kv_use = self._kv_use, scheduler.get_kv_cache_usage()
         waiting = scheduler.get_request_counts()[1]
         batch = len(self._running) - waiting
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-            running = self._running[request.request_id]
-            if not running.tokens and request.prefill_stats is not None:
-                running.cached = request.prefill_stats.num_cached_tokens
-            running.add(token, logprob, now)
+            self._running[request.request_id].add(token, logprob, now)
         finished = [self._finish(request, now) for request in ended]
         if finished:  # one tells of the step: every number of a completion is sent twice
             levels = {
@@ -195,9 +200,11 @@ class VllmEngine(Engine):
                 "generation/kv_use": kv_use,
             }
             finished[0].metrics.update(levels)
-        return StepOutput(finished, np.array(tokens, dtype=np.int32))
+        self._finished += finished
+        self._sampled += tokens
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
+        self._take(self._stepper.drain())
         whole = dict(tensors)
         named = {LM_HEAD: whole[EMBEDDING], **whole} if EMBEDDING in whole and self._tied else whole
         if not self._shards:
@@ -218,14 +225,18 @@ class VllmEngine(Engine):
         yield from shards
 
     def drop_cache(self) -> None:
-        self._kv_drops.update(request.request_id for request in self._scheduler.running)
+        self._take(self._stepper.drain())
+        for request in self._scheduler.running:
+            running = self._running[request.request_id]
+            running.kv_drops += 1
+            running.recomputed += request.num_computed_tokens
         if not self._client.reset_prefix_cache(reset_running_requests=True):
             raise GeneratorFailed("vLLM did not drop its KV cache: tokens of old weights would be reused")
 
     def sleep(self) -> int:
-        """On CPU vLLM can free nothing. Never run on CUDA."""
+        """Without `config.sleep_mode`, and on CPU, vLLM can free nothing. Never run on CUDA."""
         self.drop_cache()
-        if self._device == "cpu" or self._asleep:
+        if not self._can_sleep or self._asleep:
             return 0
         free_before, _ = torch.cuda.mem_get_info()
         self.llm_engine.sleep(level=_SLEEP_LEVEL)
@@ -248,17 +259,18 @@ class VllmEngine(Engine):
         self._engine = None
 
     def _end(self, request_id: str) -> RunningRequest:
-        del self._sampling.seeds[request_id]
-        self._kv_drops.pop(request_id, None)
-        return super()._end(request_id)
+        running = super()._end(request_id)
+        running.cached = self._prefills.pop(request_id).num_cached_tokens
+        del self._requests[request_id]
+        return running
 
     def _finish(self, request: Request, now: float) -> Completion:
         reason = str(request.get_finished_reason())
         if reason not in _FINISH_REASONS:
             raise GeneratorFailed(f"vLLM ended request {request.request_id!r} with {reason!r}")
-        preemptions = request.num_preemptions - self._kv_drops[request.request_id]
-        completion = self._end(request.request_id).complete(_FINISH_REASONS[reason], now)
-        if preemptions:
+        running = self._end(request.request_id)
+        completion = running.complete(_FINISH_REASONS[reason], now)
+        if preemptions := request.num_preemptions - running.kv_drops:
             completion.metrics["generation/preemptions"] = float(preemptions)
         return completion
 
@@ -285,3 +297,16 @@ class VllmEngine(Engine):
             # vLLM would also suppress the model's own end-of-sequence token, which stops nothing here.
             completed.sampling_params.all_stop_token_ids.intersection_update(sampling.stop_token_ids)
         return completed.sampling_params
+
+
+def _adapt(config: GeneratorConfig, model_path: Path) -> Linears:
+    """Prepare this process for an engine on CPU; see `adaptation`."""
+    from titan_rl.generation.vllm import adaptation
+
+    if config.deterministic:
+        refuse_more_ranks(config.tensor_parallel)
+    linears = adaptation.adapt_linear(adaptation.linear_of(config, model_path))
+    adaptation.adapt_attention(config.deterministic)
+    adaptation.adapt_norms()
+    adaptation.adapt_process()
+    return linears

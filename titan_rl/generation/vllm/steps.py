@@ -1,4 +1,4 @@
-"""vLLM's scheduler, and steps in which every running request decodes one token, without vLLM's loops around the model.
+"""Steps on CPU: those in which every running request decodes one token go without vLLM's loops around the model.
 
 vLLM decides which requests run, wait and are preempted, and which KV blocks they hold. Most steps leave nothing to
 decide: each running request decodes one token and none can join. vLLM's general loops take as long for such a step as
@@ -15,7 +15,7 @@ After each of these vLLM's scheduler and its persistent batch are as `schedule`,
 step, and whatever is not plain decoding is left to vLLM. A test compares tokens, logprobs and the state after every
 step with vLLM's own, and one fails when vLLM changes a function whose work is done here.
 
-Sampling noise, on every device, is a function of (request seed, position, token id). vLLM keeps a random generator per
+Sampling noise is a function of (request seed, position, token id). vLLM keeps a random generator per
 seeded request, whose state depends on where the request was sampled so far. Here nothing is stored: the noise of a
 token is hashed from the request's seed, the token's position in the sequence (prompt included) and its id. A completion
 that goes on elsewhere, with its tokens as part of the prompt, therefore meets the noise that it would have met. It is
@@ -25,24 +25,27 @@ softmax. A row never looks at another row, and greedy rows need no noise.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import SamplingParams
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from titan_rl.weights.fingerprint import signed
+from titan_rl.generation.engine import RunningRequest
 
 GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -289,14 +292,40 @@ class Decoder:
         return tokens, logprobs.numpy()[self._row_numbers[: len(tokens)], tokens]
 
 
+class OwnSteps:
+    """Takes the steps of one engine: `Decoder` where it can, else vLLM's scheduler and runner."""
+
+    def __init__(self, core: EngineCore, runner: Any, running: Mapping[str, RunningRequest]) -> None:
+        """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
+        no seeds."""
+        self._scheduler: Any = core.scheduler  # a StepScheduler
+        self._executor: Any = core.model_executor
+        self._decoder = decoder_of(self._scheduler, runner)
+        SeededSampling(runner, running)
+
+    def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
+        """`params`, which requests share: `SeededSampling` knows the seed."""
+        return params
+
+    def step(self) -> StepTokens:
+        sampled = self._decoder.step() if self._decoder is not None else None
+        if sampled is None:
+            plan = self._scheduler.schedule()
+            output = self._executor.execute_model(plan) or self._executor.sample_tokens(None)
+            sampled = self._scheduler.collect(plan, output)
+        return sampled
+
+    def drain(self) -> StepTokens:
+        """Nothing is under way between two steps."""
+        return StepTokens([], [], [], [])
+
+
 class SeededSampling:
     """Takes the place of vLLM's sampler of random rows in one model runner."""
 
-    def __init__(self, runner: Any) -> None:
-        """`runner`: vLLM's, of this rank, after its warm-up. Its requests carry no seed of vLLM's."""
+    def __init__(self, runner: Any, running: Mapping[str, RunningRequest]) -> None:
         self._batch = runner.input_batch
-        self.seeds: dict[str, int] = {}
-        """By request id; every request that is sampled must have one."""
+        self._running = running
         runner.sampler.topk_topp_sampler.forward = self._forward
 
     def _forward(
@@ -304,11 +333,12 @@ class SeededSampling:
     ) -> tuple[Tensor, Tensor]:
         """See vLLM's `TopKTopPSampler`. logits [N, V] float32, one row per request of the batch."""
         rows = logits.shape[0]
-        seeds = np.fromiter((self.seeds[each] for each in self._batch.req_ids[:rows]), np.int64, rows)
+        seeds = np.fromiter((self._running[each].request.seed for each in self._batch.req_ids[:rows]), np.int64, rows)
         logits = apply_top_k_top_p(logits, k, p)
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        keys = torch.from_numpy(noise_keys(seeds, self._batch.num_tokens_no_spec[:rows])).to(logits.device)
-        return sample(logits, keys), logprobs
+        keys = torch.from_numpy(noise_keys(seeds, self._batch.num_tokens_no_spec[:rows]))
+        # vLLM's kernel: splitmix64 of key and token id; one token per row from softmax(logits)
+        return torch.ops._C.fused_gumbel_argmax(logits, keys), logprobs
 
 
 def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -317,23 +347,3 @@ def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
     return (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
-
-
-def sample(logits: Tensor, keys: Tensor) -> Tensor:
-    """One token per row [N] from softmax(logits [N, V] float32), with the noise of the row's key (`noise_keys`)."""
-    if logits.device.type == "cpu":
-        return torch.ops._C.fused_gumbel_argmax(logits, keys)  # vLLM's: splitmix64 of key and token id
-    return (logits - exponential_noise(keys, logits.shape[1]).log_()).argmax(dim=-1)
-
-
-def exponential_noise(keys: Tensor, size: int) -> Tensor:
-    """Exponential noise [N, size] in (0, 37), hashed from key and column (splitmix64); minus its logarithm is Gumbel
-    noise."""
-    mixed = keys[:, None] + (torch.arange(1, size + 1, device=keys.device) * signed(GOLDEN))[None, :]
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        mixed ^= (mixed >> shift) & (2 ** (64 - shift) - 1)
-        mixed *= signed(factor)
-    mixed ^= (mixed >> 31) & (2**33 - 1)
-    # 53 bits, never 0. Small values keep their precision, and those decide: the smallest exponential wins.
-    uniform = ((mixed >> 11) & (2**53 - 1) | 1).to(torch.float32).mul_(2.0**-53)
-    return uniform.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()

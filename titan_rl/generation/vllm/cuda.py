@@ -1,0 +1,83 @@
+"""vLLM on CUDA, through its public face: arguments, seeds, and steps of its engine core that overlap.
+
+Nothing of vLLM is replaced or reached into. A contract test holds what is read of it against its sources.
+
+- **Noise.** vLLM's model runner V2, which `config.generator_environment` asks for, hashes the noise of a token from the
+  request's seed, the token's position in the sequence (prompt included) and its id. So a completion that goes on
+  elsewhere, with its tokens as part of the prompt, meets the noise that it would have met, as on CPU.
+- **Overlap.** `step` plans and dispatches a step, then waits for the one before it. One is under way between two calls,
+  and `drain` waits for it. Weights and KV are touched only after that, so a token's version is the one that computed
+  it.
+- **Ranks.** Every rank plans and waits in the same calls, so that the steps overlap in the same way on all of them.
+- **Order of sums.** Where FlashInfer adds over ranks, the order is not fixed, and ranks could sample different tokens.
+  Two ranks add alike in any order; with more, vLLM's other all-reduces are used.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vllm import SamplingParams as VllmSamplingParams
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.request import Request
+
+from titan_rl.generation.config import ANY_ORDER_RANKS, GeneratorConfig
+
+Sampled = tuple[list[Request], list[int], list[float], list[Request]]
+"""Of one step: the requests that a token was sampled for, their tokens, the logprobs, and which of them have ended."""
+
+
+def cuda_arguments(config: GeneratorConfig) -> dict[str, Any]:
+    """Those of `EngineArgs` that are for CUDA only. They were never run."""
+    fixed_order = {"pass_config": {"fuse_allreduce_rms": False}} if config.tensor_parallel > ANY_ORDER_RANKS else {}
+    return {
+        "async_scheduling": True,
+        "compilation_config": fixed_order,
+        "enable_sleep_mode": config.sleep_mode,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+    }
+
+
+class OverlappedSteps:
+    """Takes the steps of one engine."""
+
+    def __init__(self, client: EngineCoreClient, core: EngineCore, requests: Mapping[str, Request]) -> None:
+        """`client`: of `core`, in this process. `requests`: all that run, by id."""
+        self._client = client
+        self._core = core
+        self._requests = requests
+
+    def seeded(self, params: VllmSamplingParams, seed: int) -> VllmSamplingParams:
+        """Sampling options of one request; others share `params`."""
+        params = copy.copy(params)
+        params.seed = seed
+        return params
+
+    def step(self) -> Sampled:
+        """Dispatch a step and wait for the one before it, if there is one."""
+        return self._sampled(self._client.get_output().outputs)
+
+    def drain(self) -> Sampled:
+        """Wait for what is under way."""
+        outputs: list[EngineCoreOutput] = []
+        self._core.pause_scheduler("keep", clear_cache=False)
+        while self._core.batch_queue:
+            outputs += self._client.get_output().outputs
+        self._core.resume_scheduler()
+        return self._sampled(outputs)
+
+    def _sampled(self, outputs: Sequence[EngineCoreOutput]) -> Sampled:
+        requests, tokens, logprobs, ended = [], [], [], []
+        for output in outputs:
+            request = self._requests[output.request_id]
+            if output.new_logprobs is not None:  # every token has one
+                requests.append(request)
+                tokens += output.new_token_ids
+                logprobs.append(float(output.new_logprobs.logprobs[0, 0]))
+            if output.finished:
+                ended.append(request)
+        return requests, tokens, logprobs, ended
