@@ -75,8 +75,7 @@ class PlacementConfig:
     trainer rank has its device's share of the host's cores."""
     start_seconds: Positive = 300.0
     """Bound on the start of a mesh, model load included; six times as long on CUDA, where vLLM compiles kernels and
-    captures graphs first. A process that is not born within Monarch's 30 s is started
-    again."""
+    captures graphs first. A process that is not born within Monarch's 30 s is started again."""
     step_seconds: Positive = 1800.0
     """Longest time any single call to a mesh may take before the run ends with the name of that call. Requests and
     rollouts are no such calls: see `router.request_seconds` and `rollout.seconds`."""

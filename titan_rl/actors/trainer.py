@@ -147,10 +147,11 @@ class PolicyTrainer(ConnectedActor):
         """In a step progress is the time that its thread has computed on a CPU, where a micro-batch may take minutes,
         and the micro-batches on CUDA, where a thread that waits computes too. Other calls have bounds of their own."""
         alive = await ConnectedActor.pulse.answer(self)
-        if not (self._in_step and self._is_warm):
+        thread = self._in_step  # it may end meanwhile
+        if not (thread and self._is_warm):
             return alive
         if self._device == "cpu":
-            return alive._replace(progress=time.clock_gettime_ns(time.pthread_getcpuclockid(self._in_step)))
+            return alive._replace(progress=time.clock_gettime_ns(time.pthread_getcpuclockid(thread)))
         return alive._replace(progress=self._ready().microbatches)
 
     @endpoint

@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -193,6 +194,8 @@ class Lockstep:
         return Outcome(completions=completions, pull=report, pull_error=error)
 
     def _load(self, publication: Publication) -> None:
-        self.engine.load_weights(self._load_publication(publication), publication.version)
+        # Read after the engine has drained: where reading fails on one rank, all have taken the same steps.
+        tensors = chain.from_iterable(map(self._load_publication, (publication,)))
+        self.engine.load_weights(tensors, publication.version)
         if not self._keep_cache:
             self.engine.drop_cache()

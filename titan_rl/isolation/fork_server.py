@@ -211,8 +211,6 @@ def main(arguments: Sequence[str]) -> None:
         sys.path[:], setup = received[0]
         try:
             user_code = UserCode(setup)
-            if user_code.info.plays:
-                prepare_clients()
         except BaseException as error:
             traceback.print_exception(error, file=sys.stderr)
             absent, config = isinstance(error, AbsentError), isinstance(error, ConfigError)
@@ -225,6 +223,9 @@ def main(arguments: Sequence[str]) -> None:
                 "methods are forked and do not have them; start threads when they are first needed",
                 file=sys.stderr,
             )
+        if user_code.info.plays:
+            with contextlib.suppress(Exception):  # it saves time, and a client of another version may not have it all
+                prepare_clients()
         worker.sendall(pack_report(SetupResult(user_code.info)))
         ForkServer(worker, user_code).serve()
 

@@ -180,5 +180,5 @@ class TrainerConfig:
         """Variables for every rank, apart from the rendezvous (RANK, WORLD_SIZE, …)."""
         if device == "cpu":
             return {}
-        # Rows of ever other lengths leave no holes in memory.
+        # Rows whose lengths always differ leave no holes in memory.
         return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | (_DETERMINISTIC if self.deterministic else {})

@@ -180,9 +180,7 @@ def _devices(host: HostFacts) -> Iterator[HostFinding]:
             "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
             f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says",
         )
-    for sentence in cuda.lacking(host) if count else ():
-        yield HostFinding("devices", "", Problem(sentence=sentence, severity=Severity.ABSENT))
-    for sentence in cuda.slowing() if count else ():
+    for sentence in (*cuda.lacking(host), *cuda.slowing()) if count else ():
         yield _warning("devices", sentence)
 
 

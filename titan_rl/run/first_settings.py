@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Iterable, Sequence
@@ -131,12 +132,11 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
         right = await _right_answers(player, speaker, found, check.answers[: len(check.training)])
         if not found.answer:
             found.answer = min(found.prompt, LONGEST_GUESS)
-        speaker.symbols, speaker.longest = sorted(found.texts), found.answer + 1
-        for tool in player.info.tools:
-            await _any_calls(player, speaker, found, tool)
+        speaker.symbols, speaker.longest = sorted(found.texts) or ["0"], found.answer + 1
+        until = time.monotonic() + LONGEST_SECONDS
+        await _any_calls(player, speaker, found, until)
         speaker.turns = None
         played: list[list[RolloutRecord]] = []
-        until = time.monotonic() + LONGEST_SECONDS
         for index in range(GROUPS):
             if time.monotonic() < until:
                 played.append(await player.play(_asked(player, index, SAMPLES)))
@@ -184,16 +184,22 @@ async def _right_answers(player: Player, speaker: _Speaker, found: Survey, answe
     return fmean(rewards or [0.0])
 
 
-async def _any_calls(player: Player, speaker: _Speaker, found: Survey, tool: ToolSpec) -> None:
-    """What a tool answers when it is called with whatever comes to mind, as a policy will."""
-    chance = random.Random(tool.name)
-    for index in range(SHOWN):
-        arguments: dict[str, Any] = {}
-        for name, about in tool.parameters.get("properties", {}).items():
-            text = "".join(chance.choices(speaker.symbols, k=chance.randint(1, speaker.longest)))
-            arguments[name] = chance.randrange(10) if about.get("type") in ("integer", "number") else text
-        speaker.turns = [Message("assistant", "", (ToolCall(tool.name, arguments),))]
-        _read(found, await player.play(_asked(player, index, 1)))
+async def _any_calls(player: Player, speaker: _Speaker, found: Survey, until: float) -> None:
+    """What tools answer when they are called with whatever comes to mind, as a policy will."""
+    chance = random.Random(0)
+
+    def value(about: Any) -> Any:
+        kind = about.get("type", "string") if isinstance(about, dict) else "string"
+        text = "".join(chance.choices(speaker.symbols, k=chance.randint(1, speaker.longest)))
+        whole = chance.randrange(10)
+        others = {"integer": whole, "number": whole, "boolean": whole < 5, "array": [], "object": {}}
+        return chance.choice(about["enum"]) if isinstance(about, dict) and "enum" in about else others.get(kind, text)
+
+    for index, tool in itertools.product(range(SHOWN), player.info.tools):
+        if time.monotonic() < until:
+            arguments = {name: value(about) for name, about in tool.parameters.get("properties", {}).items()}
+            speaker.turns = [Message("assistant", "", (ToolCall(tool.name, arguments),))]
+            _read(found, await player.play(_asked(player, index, 1)))
 
 
 def _asked(player: Player, index: int, samples: int) -> Any:

@@ -231,7 +231,7 @@ def _threads(number: int) -> dict[str, str]:
 
 def _trainer_threads(host: HostFacts, device: Device) -> dict[str, str]:
     """On CUDA a rank has its device's share of the cores."""
-    return _threads(max(1, host.cpus // len(host.cuda_devices))) if device == "cuda" else {}
+    return _threads(max(1, host.cpus // len(host.cuda_devices))) if device == "cuda" and host.cuda_devices else {}
 
 
 def _engine_environment(config: RunConfig, device: Device) -> dict[str, str]:

@@ -65,8 +65,8 @@ def _installed_flash_attention(device: str) -> str | None:
     from torchtitan.tools import utils
 
     wanted = utils.get_cuda_flash_attention_impl() if device == "cuda" else None
-    package = {"FA3": "flash_attn_interface", "FA4": "flash_attn"}.get(wanted or "")
-    if package is None or find_spec(package):
+    package = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}.get(wanted or "")
+    if package is None or (find_spec(package.partition(".")[0]) and find_spec(package)):
         return wanted
     _log.warning("attention runs on FlashAttention 2: there is no %s, which is faster on this GPU", package)
     return None
