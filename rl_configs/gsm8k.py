@@ -140,7 +140,7 @@ def qwen3_0_6b() -> RunConfig:
 
 
 def qwen3_8b() -> RunConfig:
-    """Qwen3-8B learns math on 8 GPUs (never run): 4 FSDP trainer ranks, 2 generators of 2; answers of up to 8,192 tokens."""
+    """Qwen3-8B learns math on 8 GPUs, never run: 4 FSDP ranks, 2 generators of 2; answers of up to 8,192 tokens."""
     return variant(
         qwen3_0_6b(),
         {
