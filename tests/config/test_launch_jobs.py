@@ -132,7 +132,7 @@ def test_devs_shm_of_a_manifest_follows_the_policy(capsys: pytest.CaptureFixture
     def size(*options: str) -> str:
         words = ["kubernetes", "--image", "i", "--claim", "c", "--dry-run", *options, "--", "--recipe", "copy4"]
         _, out, _ = launched(capsys, *words, "--policy.path", "/no/Qwen3-8B", "--generator.dtype", "bfloat16")
-        return re.search(r'"sizeLimit": "(\w+)"', out)[1]
+        return re.search(r'sizeLimit: "(\w+)"', out)[1]
 
     assert size() == "267Gi" and size("--shared-memory", "9Gi") == "9Gi"
 

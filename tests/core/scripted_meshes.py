@@ -22,6 +22,10 @@ from titan_rl.supervision.placement import Kind, MeshPlan
 from titan_rl.supervision.supervisor import Supervisor
 
 
+async def _try_rdma(_: Any) -> None:
+    pass
+
+
 class Processes:
     """In place of the provisioner. Every actor is a text, `router.2` for the second router."""
 
@@ -39,7 +43,9 @@ class Processes:
     async def attach(self, workers: dict[str, str], *, on_lost: Any, **_: Any) -> None:
         self.on_lost = on_lost
         self.hosts |= {
-            name: SimpleNamespace(facts=HostFacts(cpus=2, name=name, cuda_devices=self.devices), name=name)
+            name: SimpleNamespace(
+                facts=HostFacts(cpus=2, name=name, cuda_devices=self.devices), name=name, try_rdma=_try_rdma
+            )
             for name in workers
         }
 

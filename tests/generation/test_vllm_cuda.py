@@ -136,7 +136,7 @@ def test_vllms_all_reduce_finds_the_device_of_every_rank_from_every_rank(
     cuda = importlib.import_module("vllm.platforms.cuda").NonNvmlCudaPlatform
     config = RunConfig(generator=GeneratorConfig(tensor_parallel=ranks), placement=PlacementConfig(device="cuda"))
     placement = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(3, 4 + 2 * ranks))))
-    host: Any = SimpleNamespace(logs="", scratch=Path("/scratch"), owner=1, name="host0", python="python")
+    host: Any = SimpleNamespace(logs="", scratch=Path("/scratch"), owner=1, name="host0", python="python", variables={})
     for mesh in (placement.mesh("generator0"), placement.mesh("generator1")):
         for rank in range(ranks):
             environment = _command(mesh, "", host, 0, ranks, SimpleNamespace(rank=rank)).env

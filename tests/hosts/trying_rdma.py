@@ -18,7 +18,7 @@ async def attach(worker: str, fails: str = "") -> None:
     from monarch.config import get_global_config
     from monarch.rdma import RDMABuffer
 
-    from tests.support.meshes import mesh_plan
+    from support.meshes import mesh_plan
     from titan_rl.hosts import host
     from titan_rl.rpc.connection import bounded
     from titan_rl.supervision.provisioner import Provisioner, listen_for

@@ -200,7 +200,8 @@ def _generator(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
             raise AbsentError(too_much)
     if config.generator_settings().deterministic and device == "cpu":
         refuse_more_ranks(config.generator.tensor_parallel)
-    if device == "cuda" and host.devices_there is None and (missing := next(cuda.lacking(host), "")):
+    there = host.cuda_devices and host.devices_there is None
+    if device == "cuda" and there and (missing := next(cuda.lacking(host), "")):
         raise AbsentError(missing)
     if config.generator.engine != "vllm" or device != "cpu":
         return

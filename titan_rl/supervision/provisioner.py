@@ -324,7 +324,7 @@ def _command(plan: MeshPlan, spawn_id: str, host: Host, first: int, count: int, 
     """What a process of the mesh runs: the one at `point` among the `count` on this host, the first of which has rank
     `first`."""
     rank, ranks = first + int(point.rank), len(plan.env)
-    device, visible = plan.devices[rank], plan.env[rank]["CUDA_VISIBLE_DEVICES"]
+    device, visible = plan.devices[rank], plan.env[rank].get("CUDA_VISIBLE_DEVICES", "")
     environment: dict[str, str | None] = {
         **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable
         **plan.env[rank],
