@@ -5,6 +5,7 @@ A reference says where a sample is and holds every number that a decision needs.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class SampleRef(NamedTuple):
     """Bytes from the beginning of the file."""
     checksum: int
     """Of its bytes."""
-    advantage: float
+    advantage: float = math.nan
+    """NaN in older checkpoints, whose file of samples holds it."""
 
     @property
     def nbytes(self) -> int:

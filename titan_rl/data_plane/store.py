@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import shutil
+import struct
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -281,10 +283,24 @@ def write_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
 
 def references_in(path: Path, batch: SampleBatch) -> SampleBatch:
     """References to the samples in a file that `write_samples` has written, given those to their stores."""
+    if batch.refs and math.isnan(batch.refs[0].advantage):
+        return _references_in_older(path, batch)
     ends = itertools.accumulate((ref.nbytes for ref in batch.refs), initial=0)
     return SampleBatch.of(
         ref._replace(location=str(path), offset=offset) for ref, offset in zip(batch.refs, ends, strict=False)
     )
+
+
+def _references_in_older(path: Path, batch: SampleBatch) -> SampleBatch:
+    """Of a checkpoint whose references hold no advantage and another checksum: each of its samples has a header."""
+    content, refs, offset = path.read_bytes(), [], 0
+    for ref in batch.refs:
+        (advantage,) = struct.unpack_from("<d", content, offset + 32)
+        offset += 48
+        checksum = checksum_of(content[offset : offset + ref.nbytes])
+        refs.append(ref._replace(location=str(path), offset=offset, checksum=checksum, advantage=advantage))
+        offset += ref.nbytes
+    return SampleBatch.of(refs)
 
 
 def prefetched(
