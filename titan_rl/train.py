@@ -202,12 +202,19 @@ def config_of_run(run: Path) -> RunConfig:
 def settings_of(run: Path) -> Command:
     """The command line that means the settings of a run; those that there are no more are left out."""
     command = VERB.read(["--config", str(run / CONFIG)])
-    command.layers = [[each for each in layer if not _is_dropped(each)] for layer in command.layers]
+    command.layers = [[_as_today(each) for each in layer if not _is_dropped(each)] for layer in command.layers]
     return command
 
 
 def _is_dropped(override: Override) -> bool:
     return any(override.path[: len(path)] == path for path in DROPPED)
+
+
+def _as_today(override: Override) -> Override:
+    """With the value that means today what an older run meant by its."""
+    if override.path == ("trainer", "activation_checkpointing") and isinstance(override.value, bool):
+        return replace(override, value="full" if override.value else "none")
+    return override
 
 
 # --- from arguments to a config --------------------------------------------------------------------------------------

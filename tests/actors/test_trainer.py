@@ -297,10 +297,10 @@ async def trained(trainer: TrainerClient, step: int) -> dict[str, float]:
 
 async def test_ranks_stand_still_while_one_hangs_in_a_step_and_only_then(lossy: Lossy) -> None:
     trainer = lossy.trainer
-    before, after = await trainer.pulse(), await trainer.pulse()
-    assert all(now.progress > then.progress for then, now in zip(before, after, strict=True))
     await trainer.start_over(7)
     await trainer.freeze_reference()
+    before, after = await trainer.pulse(), await trainer.pulse()
+    assert all(now.progress > then.progress for then, now in zip(before, after, strict=True))
     lossy.dies("hang of rank 1")
     step = asyncio.create_task(trainer.train_step(batch(0)))
     await asyncio.wait_for(until_still(trainer.pulse, 3.0), BOUND)

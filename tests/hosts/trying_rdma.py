@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 from titan_rl.config import PlacementConfig
 from titan_rl.processes import run_and_exit
 from titan_rl.supervision.process import prepare_controller
+
+sys.path.append(str(Path(__file__).parents[1]))  # of `support`
 
 
 async def attach(worker: str, fails: str = "") -> None:
