@@ -20,8 +20,8 @@ async def attach(worker: str, fails: str = "") -> None:
     from monarch.actor import Actor, endpoint
     from monarch.config import get_global_config
     from monarch.rdma import RDMABuffer
-
     from support.meshes import mesh_plan
+
     from titan_rl.hosts import host
     from titan_rl.rpc.connection import bounded
     from titan_rl.supervision.provisioner import Provisioner, listen_for
