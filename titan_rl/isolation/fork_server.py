@@ -224,8 +224,10 @@ def main(arguments: Sequence[str]) -> None:
                 file=sys.stderr,
             )
         if user_code.info.plays:
-            with contextlib.suppress(Exception):  # it saves time, and a client of another version may not have it all
+            try:
                 prepare_clients()
+            except Exception:  # of a client of another version: it costs each rollout time, and no more
+                traceback.print_exc()
         worker.sendall(pack_report(SetupResult(user_code.info)))
         ForkServer(worker, user_code).serve()
 
