@@ -17,6 +17,7 @@ from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import DatasetEnvironment
 from titan_rl.importing import import_user_module
 from titan_rl.overrides import EXIT_USAGE, did_you_mean, print_error
+from titan_rl.policy.algorithms import catalogue
 from titan_rl.processes import run_and_exit
 
 PROG = "titan-rl"
@@ -59,6 +60,27 @@ def list_recipes(arguments: Sequence[str], *, prog: str) -> int:
     return 0
 
 
+def list_algorithms(arguments: Sequence[str], *, prog: str) -> int:
+    """Print the algorithms, or all that one says of itself; returns the exit code."""
+    known = catalogue()
+    if arguments and arguments[0] in known:
+        print(known[arguments[0]])
+        return 0
+    if arguments and arguments[0] not in ("-h", "--help"):
+        names = f"{did_you_mean(arguments[0], known)}; there are {', '.join(known)}"
+        print_error(prog, f"there is no algorithm {arguments[0]!r}{names}")
+        return EXIT_USAGE
+    print(f"A: credit, rollout.advantage.name; L: loss, trainer.loss.name; all of one: {prog} NAME\n")
+    credit, losses = catalogue("advantages"), catalogue("loss")
+    lines = {}
+    for name, text in known.items():
+        summary, when = text.split("\n\n")[0].replace("\n", " "), text.partition("\nWhen ")[2].partition("\nIs ")[0]
+        what = ("A" if name in credit else " ") + ("L" if name in losses else " ")
+        lines[f"{what}  {name}"] = f"{summary}\n{' ' * 31}when {' '.join(when.split())}"
+    print(_listing(lines))
+    return 0
+
+
 VERBS = {
     "train": ("titan_rl.train:main", "Train a policy: TASK.py or --recipe NAME [--section.key VALUE ...]."),
     "tune": (
@@ -66,6 +88,10 @@ VERBS = {
         "Search learning rate, entropy bonus and group size for a task: TASK.py.",
     ),
     "recipes": ("titan_rl.cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
+    "algorithms": (
+        "titan_rl.cli:list_algorithms",
+        "List the algorithms: credit and losses, their papers and when to use which: [NAME].",
+    ),
     "try": (
         "titan_rl.playing.try_task:VERB.run",
         "Play a task without training: prompts, tools, rewards, by hand or by a policy.",

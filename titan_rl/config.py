@@ -24,6 +24,7 @@ from titan_rl.weights.config import WeightsConfig
 CLASS_SETTINGS = (
     "environment.name",
     "rollout.rollouter",
+    "rollout.advantage.name",
     "trainer.loss.name",
     "loop.filter",
     "generator.engine",

@@ -214,6 +214,10 @@ def _as_today(override: Override) -> Override:
     """With the value that means today what an older run meant by its."""
     if override.path == ("trainer", "activation_checkpointing") and isinstance(override.value, bool):
         return replace(override, value="full" if override.value else "none")
+    if override.path == ("trainer", "loss", "name") and override.value == "policy_gradient":
+        return replace(override, value="reinforce")
+    if override.path == ("rollout", "advantage_epsilon"):
+        return replace(override, path=("rollout", "advantage", "kwargs", "epsilon"))
     return override
 
 
@@ -235,6 +239,7 @@ _RULES = Rules(
     alternatives=(("policy.path", "policy.tiny"),),
     arguments_of={
         "environment.name": "environment.kwargs",
+        "rollout.advantage.name": "rollout.advantage.kwargs",
         "trainer.loss.name": "trainer.loss.kwargs",
         "router.strategy": "router.strategy_kwargs",
     },

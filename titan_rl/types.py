@@ -347,11 +347,18 @@ class TrainingSample:
     loss_mask: np.ndarray  # [L] bool, True on tokens that were sampled and are trained in no other branch
     logprobs: np.ndarray  # [L] float32, behaviour logprob of token i given tokens < i; 0 where not trained
     versions: np.ndarray  # [L] int64, NO_VERSION where not trained
-    advantage: float
+    advantages: np.ndarray  # [L] float32, 0 where not trained
     reward: float
 
+    @property
+    def advantage(self) -> float:
+        """Mean over the trained tokens."""
+        trained = self.advantages[self.loss_mask]
+        return float(trained.mean(dtype=np.float64)) if len(trained) else 0.0
+
     def __post_init__(self) -> None:
-        lengths = {len(self.token_ids), len(self.loss_mask), len(self.logprobs), len(self.versions)}
+        arrays = (self.token_ids, self.loss_mask, self.logprobs, self.versions, self.advantages)
+        lengths = set(map(len, arrays))
         if len(lengths) != 1:
             raise ValueError(f"group {self.group_id} sample {self.sample}: arrays of different lengths {lengths}")
         if len(self.loss_mask) and self.loss_mask[0]:

@@ -17,13 +17,13 @@ import numpy as np
 
 from titan_rl.types import NO_VERSION, TrainingSample
 
-_TOKEN_BYTES = 17  # token id, logprob, version and a byte of the mask
+TOKEN_BYTES = 21  # token id, logprob, version, advantage and a byte of the mask
 _ALIGNMENT = 8  # of the size of an encoded sample, and so of the beginning of the next one
 
 
-def encoded_size(length: int) -> int:
+def encoded_size(length: int, token_bytes: int = TOKEN_BYTES) -> int:
     """Bytes of a sample of `length` tokens, as a store writes it."""
-    return -(-length * _TOKEN_BYTES // _ALIGNMENT) * _ALIGNMENT
+    return -(-length * token_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class SampleRef(NamedTuple):
@@ -53,11 +53,13 @@ class SampleRef(NamedTuple):
     checksum: int
     """Of its bytes."""
     advantage: float = math.nan
-    """NaN in older checkpoints, whose file of samples holds it."""
+    """Mean over the trained tokens. NaN in older checkpoints, whose file of samples holds it."""
+    token_bytes: int = TOKEN_BYTES - 4
+    """In older checkpoints 4 less: all trained tokens have the one advantage, and the sample does not hold it."""
 
     @property
     def nbytes(self) -> int:
-        return encoded_size(self.length)
+        return encoded_size(self.length, self.token_bytes)
 
 
 def reference_to(sample: TrainingSample) -> SampleRef:
@@ -76,6 +78,7 @@ def reference_to(sample: TrainingSample) -> SampleRef:
         offset=0,
         checksum=0,
         advantage=sample.advantage,
+        token_bytes=TOKEN_BYTES,
     )
 
 
@@ -155,6 +158,15 @@ class SampleBatch:
     def trained_tokens(self) -> int:
         """Tokens in the loss, over all samples."""
         return sum(ref.trained_tokens for ref in self.refs)
+
+    @property
+    def advantages(self) -> tuple[float, float]:
+        """Their mean and deviation over trained tokens, each with its sample's mean advantage."""
+        if not self.trained_tokens:
+            return 0.0, 1.0
+        counts, values = np.array([(ref.trained_tokens, ref.advantage) for ref in self.refs]).T
+        mean = float(np.average(values, weights=counts))
+        return mean, math.sqrt(float(np.average((values - mean) ** 2, weights=counts)))
 
     @property
     def oldest_versions(self) -> list[int]:

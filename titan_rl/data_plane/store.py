@@ -4,7 +4,8 @@
 
 A sample is flat bytes, little-endian; its numbers travel in its reference. The round trip is exact, NaN included.
 
-    token_ids int32 [L] | logprobs float32 [L] | versions int64 [L] | loss_mask uint8 [L] | zeros to 8 B
+    token_ids int32 [L] | logprobs float32 [L] | versions int64 [L] | advantages float32 [L] | loss_mask uint8 [L] |
+    zeros to 8 B
 
 - A stored sample's bytes never change: a file is written once and removed once.
 - `put` stores all samples or raises and keeps none.
@@ -38,7 +39,7 @@ from typing import Protocol
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum_of
 
-from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
+from titan_rl.data_plane.sample_batch import TOKEN_BYTES, SampleBatch, SampleRef, encoded_size, reference_to
 from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.types import TrainingSample
 from titan_rl.weights.segment_files import DIRECTORY, check_channel, segment_path
@@ -47,6 +48,7 @@ _ARRAYS = (
     ("token_ids", np.dtype("<i4")),
     ("logprobs", np.dtype("<f4")),
     ("versions", np.dtype("<i8")),
+    ("advantages", np.dtype("<f4")),
     ("loss_mask", np.dtype(np.bool_)),
 )
 """In the order of the bytes, which keeps each array at a multiple of its item's size."""
@@ -81,11 +83,11 @@ def decode(buffer: bytes | memoryview, ref: SampleRef) -> TrainingSample:
     arrays = {}
     offset = 0
     for name, dtype in _ARRAYS:
-        arrays[name] = np.frombuffer(buffer, dtype, ref.length, offset)
-        offset += ref.length * dtype.itemsize
-    return TrainingSample(
-        group_id=ref.group_id, sample=ref.sample, advantage=ref.advantage, reward=ref.reward, **arrays
-    )
+        if name != "advantages" or ref.token_bytes == TOKEN_BYTES:
+            arrays[name] = np.frombuffer(buffer, dtype, ref.length, offset)
+            offset += ref.length * dtype.itemsize
+    arrays.setdefault("advantages", np.where(arrays["loss_mask"], ref.advantage, 0.0).astype(np.float32))
+    return TrainingSample(group_id=ref.group_id, sample=ref.sample, reward=ref.reward, **arrays)
 
 
 @dataclass(frozen=True, slots=True)

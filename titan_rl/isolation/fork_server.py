@@ -68,18 +68,16 @@ def _wait_for(child_pid: int) -> int:
             break
     with contextlib.suppress(ProcessLookupError):  # it may not have made its process group yet
         os.killpg(child_pid, signal.SIGKILL)
-    status = 0
+    os.kill(child_pid, signal.SIGKILL)
+    _, status = os.waitpid(child_pid, 0)  # first, because most leave nothing, and looking for children takes 3 ms
     while True:
         try:
-            pid, ended_with = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 for child in _children():
                     os.kill(child, signal.SIGKILL)
-                pid, ended_with = os.waitpid(-1, 0)
+                os.waitpid(-1, 0)
         except ChildProcessError:
             return status
-        if pid == child_pid:
-            status = ended_with
 
 
 def _children() -> list[int]:

@@ -76,9 +76,10 @@ class LossConfig:
     """Which loss, and its keyword arguments."""
 
     name: str = "grpo"
-    """Short name, `pkg.mod:Class` or `file.py:Class` (a subclass of `titan_rl.policy.losses.PolicyLoss`)."""
+    """A name that `titan-rl algorithms` lists, `pkg.mod:function` or `file.py:function`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Constructor arguments; of grpo clip_low, clip_high, entropy_bonus, entropy_decay, sequence_low, sequence_high."""
+    """Arguments of the function (of grpo clip_low, clip_high), and of every loss aggregation, entropy_bonus,
+    entropy_decay, sequence_low, sequence_high."""
 
 
 @dataclass(kw_only=True, slots=True)

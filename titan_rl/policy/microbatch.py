@@ -74,7 +74,7 @@ def _untrained(group_id: int, tokens: int) -> TrainingSample:
         loss_mask=np.zeros(tokens, bool),
         logprobs=np.zeros(tokens, np.float32),
         versions=np.zeros(tokens, np.int64),
-        advantage=0.0,
+        advantages=np.zeros(tokens, np.float32),
         reward=0.0,
     )
 
@@ -137,7 +137,7 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
         rows=tensor(place[mask]),
         targets=tensor(np.concatenate([sample.token_ids[1:] for sample in documents])[mask]),
         behaviour_logprobs=tensor(np.concatenate([sample.logprobs[1:] for sample in documents])[mask], np.float32),
-        advantages=tensor(np.array([sample.advantage for sample in documents])[document_of[mask]], np.float32),
+        advantages=tensor(np.concatenate([sample.advantages[1:] for sample in documents])[mask], np.float32),
         samples=tensor(document_of[mask]),
         versions=tensor(np.concatenate([sample.versions[1:] for sample in documents])[mask]),
     )

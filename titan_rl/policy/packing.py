@@ -33,6 +33,9 @@ class PackingPlan:
     """Tokens of the longest sample."""
     trained_tokens: int
     """Of the whole batch, as all numbers here: a rank needs them and has only its own samples."""
+    advantage_mean: float = 0.0
+    advantage_std: float = 1.0
+    """Over trained tokens, each with its sample's mean advantage; the deviation is of all, n in its denominator."""
     share_of: int | None = None
     """The data-parallel rank whose share this is; None: the whole batch's plan."""
 
@@ -51,13 +54,20 @@ class PackingPlan:
 
 
 def plan_packing(
-    lengths: Sequence[int], groups: Sequence[int], *, ranks: int, tokens_per_microbatch: int, trained_tokens: int = 0
+    lengths: Sequence[int],
+    groups: Sequence[int],
+    *,
+    ranks: int,
+    tokens_per_microbatch: int,
+    trained_tokens: int = 0,
+    advantages: tuple[float, float] = (0.0, 1.0),
 ) -> PackingPlan:
     """Spread samples over ranks evenly, then over as few micro-batches as first-fit-decreasing needs, or fewer.
 
     Args:
         lengths, groups: of each sample its tokens, at least 1, and its group.
         ranks: data-parallel ranks.
+        advantages: their mean and deviation.
 
     Raises:
         TrainingError: a sample is empty or longer than the budget.
@@ -84,6 +94,8 @@ def plan_packing(
         tokens=sum(lengths),
         longest=max(lengths, default=0),
         trained_tokens=trained_tokens,
+        advantage_mean=advantages[0],
+        advantage_std=advantages[1],
     )
 
 

@@ -4,7 +4,7 @@
 - The weight of a token is minus the derivative of the step's loss by that logprob, at the same weights: near them the
   loss changes by -weight per nat. So it holds advantage, importance ratio, clip, masks and KL term, divided by the
   trained tokens of the step. Positive: the step makes the token more likely; 0: the token pushes nothing. For
-  `policy_gradient` it is advantage / trained tokens. An entropy bonus is not in it, because it is about all tokens that
+  `reinforce` it is advantage / trained tokens. An entropy bonus is not in it, because it is about all tokens that
   might have been sampled.
 
 The backward pass computes the derivatives in any case; here they are only read, so no bit of the weights changes.

@@ -28,8 +28,9 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
 from titan_rl.errors import ConfigError, StorageError, TrainingError
 from titan_rl.metrics.timeline import timeline
+from titan_rl.policy.algorithms.base import TrainedTokens
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.losses import PolicyLoss, TrainedTokens, build_loss, kl_penalty
+from titan_rl.policy.losses import LOSS_METRICS, Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
@@ -94,7 +95,7 @@ class PolicyUpdater:
         """
         if temperature <= 0:
             raise ConfigError(f"training needs a sampling temperature above 0, got {temperature}")
-        self._loss: PolicyLoss = build_loss(config.loss)
+        self._loss: Objective = build_loss(config.loss)
         shape = read_shape(model_path)
         shape.check_tensor_parallel("trainer.tensor_parallel", config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
@@ -134,6 +135,7 @@ class PolicyUpdater:
             ranks=self._config.data_parallel,
             tokens_per_microbatch=self._config.max_tokens_per_microbatch,
             trained_tokens=batch.trained_tokens,
+            advantages=batch.advantages,
         )
 
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
@@ -280,9 +282,10 @@ class PolicyUpdater:
             raise TrainingError(f"{what}: none of the batch's {plan.samples} samples has a trained token")
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
-        declared, reference = ({}, False) if warm_up else (self._loss.metrics, self._reference is not None)
-        metrics = StepMetrics(declared, counted=self._policy.tensor_rank == 0, reference=reference)
-        policy = self._policy
+        policy, reference = self._policy, not warm_up and self._reference is not None
+        declared = {} if warm_up else LOSS_METRICS
+        metrics = StepMetrics(declared, counted=policy.tensor_rank == 0, reference=reference)
+        divisor = trained if warm_up else self._loss.divisor(plan)
         samples = RankSamples(
             self.samples, batch, plan, data_rank=policy.data_rank, any_of_tensor_group=policy.any_of_tensor_group
         )
@@ -290,9 +293,9 @@ class PolicyUpdater:
             for microbatch in samples.microbatches(
                 policy.device, share=policy.shares_prompts, multiple=policy.multiple
             ):
-                loss = self._round_loss(microbatch, trained, metrics, warm_up=warm_up)
+                loss = self._round_loss(microbatch, plan, metrics, warm_up=warm_up)
                 timeline.doing("backward")
-                (loss / trained).backward()
+                (loss / divisor).backward()
                 self.microbatches += 1
             samples.raise_if_lost(what)
             timeline.doing("optimizer")
@@ -325,7 +328,7 @@ class PolicyUpdater:
             _log.warning("step %d: %s", self.step, warning)
         return bool(warning)
 
-    def _round_loss(self, microbatch: MicroBatch, trained: int, metrics: StepMetrics, *, warm_up: bool) -> Tensor:
+    def _round_loss(self, microbatch: MicroBatch, plan: PackingPlan, metrics: StepMetrics, *, warm_up: bool) -> Tensor:
         """The summed loss of one micro-batch; where nothing is trained, a zero that still has a gradient."""
         timeline.doing("forward")
         temperature = WARM_UP_TEMPERATURE if warm_up else self._temperature
@@ -346,7 +349,8 @@ class PolicyUpdater:
                     behaviour_logprobs=microbatch.behaviour_logprobs,
                     advantages=microbatch.advantages,
                     samples=microbatch.samples,
-                    global_count=trained,
+                    advantage_mean=plan.advantage_mean,
+                    advantage_std=plan.advantage_std,
                     progress=self.step / self._total_steps,
                 )
             )

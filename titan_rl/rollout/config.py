@@ -66,6 +66,16 @@ class AgentsConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class AdvantageConfig:
+    """How rewards become advantages."""
+
+    name: str = "grpo"
+    """A name that `titan-rl algorithms` lists, `pkg.mod:function` or `file.py:function`."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the function."""
+
+
+@dataclass(kw_only=True, slots=True)
 class RolloutConfig:
     """Rollout workers: how many, and what one group is."""
 
@@ -80,8 +90,7 @@ class RolloutConfig:
     one of that library's renderers, or "auto": chat when the tokenizer has a chat template, else symbols."""
     renderer_kwargs: dict[str, Any] = field(default_factory=dict)
     """Settings of a chat renderer, such as `enable_thinking`."""
-    advantage_epsilon: NotNegative = 1e-4
-    """Added to the group's reward deviation (GRPO)."""
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     max_turns: Count = 8
     """A conversation is cut after this many policy turns; tool calls of the last one are not made."""
     max_sampled_tokens: CountOrZero = 0

@@ -23,14 +23,16 @@ from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.environments.rubric import LARGEST_REWARD
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
-from titan_rl.importing import describe, import_name
+from titan_rl.importing import describe, import_name, user_code
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
+from titan_rl.policy.algorithms import short_names
+from titan_rl.policy.algorithms.base import GradedRollout, GradedTurn
 from titan_rl.rollout.report import GroupResult, unplayed_rollouts, with_numbers
 from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, RolloutGateway, reason_of
-from titan_rl.rollout.samples import demonstration_sample, group_advantages, training_samples
-from titan_rl.rollout.trajectory import Prompt, first_prompt
+from titan_rl.rollout.samples import demonstration_sample, training_samples
+from titan_rl.rollout.trajectory import Prompt, Trajectory, first_prompt
 from titan_rl.types import GroupRequest, Purpose, StopReason, TrainingSample
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class GroupRunner:
         self.renderer: Renderer
         self._rollouter: Rollouter
         self._restarts_reported = 0
+        self._advantages = import_name(config.rollout.advantage.name, short_names("advantages"))
 
     async def start(
         self, sessions: RolloutGateway | None = None, *, programs: bool = True, renderer: Renderer | None = None
@@ -222,6 +225,32 @@ class GroupRunner:
                 logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
                 return opened.ended(StopReason.ERROR, error=f"the rollouter raised {describe(error)}")
 
+    def _give_credit(self, graded: Sequence[tuple[RolloutRecord, Trajectory]]) -> None:
+        """Give each turn its advantage. Raises ConfigError where the function of `rollout.advantage` cannot say it."""
+        if not graded:
+            return
+        name, kwargs = self._rollout.advantage.name, self._rollout.advantage.kwargs
+        group = [
+            GradedRollout(
+                reward=rollout.reward,
+                parts=rollout.reward_parts,
+                turns=tuple(
+                    GradedTurn(tokens=len(turn.completion.token_ids), state=turn.prompt_token_ids.tobytes())
+                    for turn in trajectory.turns
+                ),
+            )
+            for rollout, trajectory in graded
+        ]
+        with user_code(f"rollout.advantage.name {name}"):
+            for (_, trajectory), credit in zip(graded, self._advantages(group, **kwargs), strict=True):
+                turns = trajectory.turns
+                each = [credit] * len(turns) if isinstance(credit, (int, float)) else credit
+                for turn, advantage in zip(turns, each, strict=True):
+                    values = np.broadcast_to(np.asarray(advantage, np.float64), len(turn.completion.token_ids))
+                    if not np.isfinite(values).all():
+                        raise ValueError(f"an advantage is {values[~np.isfinite(values)][0]}")
+                    turn.advantage = values if np.ndim(advantage) else float(advantage)
+
     def _result(
         self,
         request: GroupRequest,
@@ -234,10 +263,7 @@ class GroupRunner:
         failed = any(rollout.error for rollout in rollouts)
         if request.purpose is Purpose.TRAIN and not (failed and self._rollout.on_error == "fail_group"):
             graded = [pair for pair in zip(rollouts, trajectories, strict=False) if not pair[0].error]
-            advantages = group_advantages([rollout.reward for rollout, _ in graded], self._rollout.advantage_epsilon)
-            for (_, trajectory), advantage in zip(graded, advantages.tolist(), strict=True):
-                for turn in trajectory.turns:
-                    turn.advantage = advantage
+            self._give_credit(graded)
             trained = [(rollout.sample, rollout.reward, trajectory.tree) for rollout, trajectory in graded]
             samples = training_samples(request.group_id, trained, rollouts=request.samples)
         restarts = self.pool.restarts

@@ -1,5 +1,5 @@
 """From the tokens of rollouts to training samples: a tree per rollout, in which every token is stored once and trained
-once; the advantages of a group; demonstrations.
+once; demonstrations.
 
     [1 2 3], sampled [4 5]                 123 ── 45*                        * sampled
     [1 2 3 4 5 6], sampled [7]             123 ── 45* ── 6 ── 7*             goes on: still one branch
@@ -13,12 +13,11 @@ once; the advantages of a group; demonstrations.
   only given nodes, and a completion always gets its own node, even beside an equal one.
 - Every sampled token is trained in exactly one branch, the oldest that contains it, after exactly the tokens that it
   was sampled after. Every branch trains at least one token, because a turn without sampled tokens is refused.
-- What is known of a turn, such as its advantage, is known of the nodes that its tokens are in: a node refers to it. The
-  sample of a branch has the advantage of its last turn.
+- What is known of a turn, such as its advantage, is known of the nodes that its tokens are in: a node refers to it.
 - `(group_id, sample)` names one branch. In a group of n rollouts, the first branch of rollout r has the number r, and
   the b-th branch after it r + b * n. So `sample % n` is the rollout.
 - The loss is divided by the number of trained tokens, so branches do not add weight to the tokens that they share.
-- Advantages are computed over rollouts: one with many branches counts once in its group's mean.
+- Advantages (`policy.algorithms`) are computed over rollouts: one with many branches counts once in its group's mean.
 - In a demonstration the policy's turns are trained, with their stop tokens. No policy sampled them, so they have no
   logprobs and no versions.
 
@@ -59,8 +58,8 @@ class Turn:
     the sampled tokens. That happens if the program changed the answer, added an assistant message of its own, changed
     the tools, or if the chat format cannot be extended. First prompts, forks and histories edited before the answer do
     not count, because programs make them on purpose. Of several choices of one prompt only the first counts."""
-    advantage: float = 0.0
-    """Of its sampled tokens; known once the group is."""
+    advantage: float | np.ndarray = 0.0
+    """Of its sampled tokens, or of each [n]; known once the group is."""
 
 
 def check(completion: Completion) -> None:
@@ -80,13 +79,17 @@ class _Node:
     logprobs: np.ndarray  # [n] float32; empty where given
     versions: np.ndarray  # [n] int64; empty where given
     children: list[_Node] = field(default_factory=list)  # oldest first
+    start: int = 0
+    """Of its tokens within what its turn sampled."""
 
     def split(self, at: int) -> _Node:
         """Return a node that ends after the first `at` tokens: this one, or a new parent that takes these tokens."""
         if at == len(self.token_ids):
             return self
         assert self.parent is not None  # the root has no tokens
-        head = _Node(self.parent, self.token_ids[:at], self.turn, self.logprobs[:at], self.versions[:at], [self])
+        before = (self.token_ids[:at], self.turn, self.logprobs[:at], self.versions[:at])
+        head = _Node(self.parent, *before, [self], self.start)
+        self.start += at
         siblings = self.parent.children
         siblings[siblings.index(self)] = head
         self.parent = head
@@ -161,11 +164,18 @@ def training_samples(
         return ()
     lengths = [len(node.token_ids) for node in nodes]
     no_logprobs, no_versions = np.zeros(max(lengths), np.float32), np.full(max(lengths), NO_VERSION)
+    advantages = np.zeros(sum(lengths), np.float32)
     seen: set[_Node] = set()
-    trained, logprobs, versions = [], [], []
+    trained, logprobs, versions, place = [], [], [], 0
     for node, length in zip(nodes, lengths, strict=True):
         new = node.turn is not None and node not in seen
         seen.add(node)
+        if new:
+            credit = node.turn.advantage  # type: ignore[union-attr]
+            advantages[place : place + length] = (
+                credit if isinstance(credit, float) else credit[node.start : node.start + length]
+            )
+        place += length
         trained.append(new)
         logprobs.append(node.logprobs if new else no_logprobs[:length])
         versions.append(node.versions if new else no_versions[:length])
@@ -177,7 +187,6 @@ def training_samples(
     end = 0
     for sample, reward, path in paths:
         start, end = end, end + sum(len(node.token_ids) for node in path)
-        assert (last := path[-1].turn) is not None  # a branch ends with what was sampled
         samples.append(
             TrainingSample(
                 group_id=group_id,
@@ -186,7 +195,7 @@ def training_samples(
                 loss_mask=loss_mask[start:end],
                 logprobs=all_logprobs[start:end],
                 versions=all_versions[start:end],
-                advantage=last.advantage,
+                advantages=advantages[start:end],
                 reward=reward,
             )
         )
@@ -197,26 +206,6 @@ def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     length = min(len(first), len(second))
     differs = np.flatnonzero(first[:length] != second[:length])
     return int(differs[0]) if len(differs) else length
-
-
-def group_advantages(rewards: Sequence[float], epsilon: float = 1e-4) -> np.ndarray:
-    """Outcome advantages of GRPO: how much better a rollout did than its siblings, in deviations.
-
-    `A_i = (r_i - mean(r)) / (std(r) + epsilon)`, DeepSeekMath (arXiv 2402.03300), section 4.1.2, with the unbiased
-    deviation (n - 1). A group of equal rewards, or of one rollout, gets zeros. Returns [n] float64.
-
-    Args:
-        rewards: [n] up to `rubric.LARGEST_REWARD`, so that their squares are finite.
-        epsilon: keeps groups of nearly equal rewards from exploding.
-    """
-    values = np.asarray(rewards, dtype=np.float64)
-    if len(values) < 2 or bool((values == values[0]).all()):
-        # a special case, because the formula would divide the rounding error of the mean by epsilon
-        return np.zeros(len(values))
-    spread = values.std(ddof=1) + epsilon
-    if not spread:  # epsilon is 0 and the squared differences underflow
-        return np.zeros(len(values))
-    return (values - values.mean()) / spread
 
 
 def demonstration_sample(

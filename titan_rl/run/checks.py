@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_origin
 
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
@@ -29,8 +29,8 @@ from titan_rl.hosts.facts import HostFacts, transport
 from titan_rl.importing import import_name, user_code
 from titan_rl.loop.stages import FILTERS
 from titan_rl.overrides import convert_value, did_you_mean, get_setting
-from titan_rl.policy.losses import SHORT_NAMES as LOSSES
-from titan_rl.policy.losses import PolicyLoss
+from titan_rl.policy.algorithms import short_names
+from titan_rl.policy.losses import OF_EVERY_LOSS, Objective, build_loss
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.rollout.rollouter import Rollouter
@@ -81,7 +81,7 @@ def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
         *_more_ranks_than_cores(config, host),
         *problems_of(
             *_serving_checks(config, host),
-            partial(_loss, config),
+            partial(_algorithm, config),
             partial(_named, config, "rollout.rollouter", {}, Rollouter),
             lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
             lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
@@ -225,11 +225,16 @@ def _strategy(config: RunConfig) -> None:
         build_strategy(config.router)
 
 
-def _loss(config: RunConfig) -> None:
-    loss = _named(config, "trainer.loss.name", LOSSES, PolicyLoss)
-    _check_arguments("trainer.loss.kwargs", loss, config.trainer.loss.kwargs)
-    with user_code("trainer.loss.kwargs"):
-        loss(**config.trainer.loss.kwargs)
+def _algorithm(config: RunConfig) -> None:
+    loss = _named(config, "trainer.loss.name", short_names("loss"))
+    kwargs = config.trainer.loss.kwargs
+    of_every = {name: value for name, value in kwargs.items() if name in OF_EVERY_LOSS}
+    _check_arguments("trainer.loss.kwargs", Objective, of_every, given=("function", "kwargs"))
+    own = {name: value for name, value in kwargs.items() if name not in of_every}
+    _check_arguments("trainer.loss.kwargs", loss, own, given=("tokens",))
+    build_loss(config.trainer.loss)
+    advantages = _named(config, "rollout.advantage.name", short_names("advantages"))
+    _check_arguments("rollout.advantage.kwargs", advantages, config.rollout.advantage.kwargs, given=("group",))
 
 
 def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], base: type = object) -> Any:
@@ -291,16 +296,20 @@ def check_environment(config: RunConfig) -> None:
     _check_arguments("environment.kwargs", task, seed | config.environment.kwargs)
 
 
-def _check_arguments(setting: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Whether a call would take these arguments. Of their types, only plain ones are looked at. Raises ConfigError,
-    which names the argument as part of `setting`."""
+def _check_arguments(
+    setting: str, function: Callable[..., Any], kwargs: Mapping[str, Any], *, given: Collection[str] = ()
+) -> None:
+    """Whether a call would take these arguments, besides those that are `given`. Of their types, only plain and bounded
+    ones are looked at. Raises ConfigError, which names the argument as part of `setting`."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except NameError:  # an annotation that only a type checker can resolve
         parameters = inspect.signature(function).parameters
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     named = {
-        name: each for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        name: each
+        for name, each in parameters.items()
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and name not in given
     }
     for name in kwargs:
         if name not in named and not open_ended:
@@ -309,5 +318,6 @@ def _check_arguments(setting: str, function: Callable[..., Any], kwargs: Mapping
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in kwargs:
             raise ConfigError(f"{setting}.{name}: {function.__name__} needs this argument")
-        if name in kwargs and parameter.annotation in (bool, int, float, str):
-            convert_value(parameter.annotation, kwargs[name], f"{setting}.{name}")
+        hint = parameter.annotation
+        if name in kwargs and (hint in (bool, int, float, str) or get_origin(hint) in (Annotated, Literal)):
+            convert_value(hint, kwargs[name], f"{setting}.{name}")

@@ -1,0 +1,152 @@
+"""What an algorithm is: a function that gives credit, a function that turns credit into a gradient, or both.
+
+    def advantages(group: Sequence[GradedRollout], *, …) -> Sequence[Credit]     in the rollout worker, numpy
+    def loss(tokens: TrainedTokens, *, …) -> tuple[Tensor, Tensor]               in the trainer, torch
+
+- Each file beside this one is an algorithm, by the name of the file. A file of yours is one too:
+  `--trainer.loss.name mine.py:loss`, `--rollout.advantage.name mine.py:advantages`. Keyword arguments come from
+  `trainer.loss.kwargs` and `rollout.advantage.kwargs`.
+- A loss returns what to maximise [N] per trained token, and where it removed or bounded a gradient [N] bool. It must
+  not divide by a number of tokens or samples: the step's sum is divided once, by a number that is known before the
+  first micro-batch (`AGGREGATIONS`). So a gradient does not depend on how samples are packed, or spread over ranks. All
+  trained tokens of a sample are in one micro-batch, so a loss may look at whole samples.
+- No log ratio is exponentiated unbounded: float32 overflows at 88 nats, and where a clip then discards an infinite
+  ratio, its gradient is 0 times infinity, so a finite loss would have a gradient of NaN.
+
+Importing this module, or a file beside it, does not load torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST_LOG_RATIO = 20.0
+"""Nats. A ratio of e^20 = 4.9e8 is beyond every clip and cap that anybody sets, and its square, which a gradient's norm
+contains, is far from float32's end. A token beyond it counts as one at it, and no longer pushes where the ratio carries
+the gradient."""
+
+AGGREGATIONS = {
+    "token_mean": "sum over all trained tokens / their number: all tokens weigh alike",
+    "sample_mean": "mean over samples of the mean over a sample's tokens: all samples weigh alike",
+    "sample_sum": "mean over samples of the sum over a sample's tokens: nothing is divided by a length",
+}
+"""How a step's sum over tokens becomes one number. A function's attribute `aggregation` says which is its own, else it
+is the first; `trainer.loss.kwargs.aggregation` overrides it."""
+
+
+def probability_ratio(logprobs: Tensor, before: Tensor) -> Tensor:
+    """exp(logprobs - before), never above exp(`LARGEST_LOG_RATIO`); what is not a number stays so."""
+    return bounded_exp(logprobs - before)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTokens:
+    """The N trained tokens of one micro-batch, N >= 0, those of one sample next to each other and in order."""
+
+    logprobs: Tensor  # [N] float32, under the current weights, at the sampling temperature; carries gradient
+    entropies: Tensor  # [N] float32, in nats, of the distribution each token was drawn from; carries gradient
+    behaviour_logprobs: Tensor  # [N] float32, under the weights that sampled the token
+    advantages: Tensor  # [N] float32
+    samples: Tensor  # [N] int64, which sample of the micro-batch a token belongs to
+    advantage_mean: float = 0.0
+    """Over the trained tokens of the whole step, each with its sample's mean advantage."""
+    advantage_std: float = 1.0
+    progress: float = 0.0
+    """Share of the run's steps that were done before this one."""
+
+    @property
+    def ratio(self) -> Tensor:
+        """[N] of the current to the behaviour policy's probability; carries gradient."""
+        return probability_ratio(self.logprobs, self.behaviour_logprobs)
+
+    @property
+    def weight(self) -> Tensor:
+        """[N] the same, as a constant."""
+        return self.ratio.detach()
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.logprobs - self.behaviour_logprobs
+
+    @property
+    def lengths(self) -> Tensor:
+        """[N] trained tokens of each token's sample."""
+        return self.sample_sum(self.behaviour_logprobs.new_ones(len(self.samples)))
+
+    def sample_sum(self, values: Tensor) -> Tensor:
+        """[N] -> [N]: the sum over each token's sample."""
+        count = int(self.samples[-1]) + 1 if len(self.samples) else 0
+        return values.new_zeros(count).index_add(0, self.samples, values)[self.samples]
+
+    def sample_mean(self, values: Tensor) -> Tensor:
+        return self.sample_sum(values) / self.lengths
+
+    def none(self) -> Tensor:
+        """[N] False: no gradient was removed or bounded."""
+        return self.samples < 0
+
+    def select(self, mask: Tensor) -> TrainedTokens:
+        """The tokens where `mask` ([N] bool) is True, possibly none; the step's numbers stay."""
+        names = ("logprobs", "entropies", "behaviour_logprobs", "advantages", "samples")
+        return replace(self, **{name: getattr(self, name)[mask] for name in names})
+
+
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """PPO's pessimistic bound min(r A, clip(r, 1 - low, 1 + high) A), and where it bites (arXiv:1707.06347, eq. 7)."""
+    free, held = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
+    return free.minimum(held), held < free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedTurn:
+    """One answer of the policy within a rollout."""
+
+    tokens: int
+    """Sampled ones."""
+    state: bytes
+    """Equal where the policy was asked the same, token by token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradedRollout:
+    """A rollout that was played to its end and graded; those that failed are not in a group that credit is given to."""
+
+    reward: float
+    parts: Mapping[str, float]
+    """Every score by name, unweighted, those of weight 0 too."""
+    turns: tuple[GradedTurn, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(turn.tokens for turn in self.turns)
+
+
+Credit = float | Sequence[float]
+"""The advantage of a whole rollout, or one for each of its turns."""
+
+
+def rewards_of(group: Sequence[GradedRollout]) -> np.ndarray:
+    """[n] float64."""
+    return np.array([rollout.reward for rollout in group], dtype=np.float64)
+
+
+def standardized(values: np.ndarray, epsilon: float) -> np.ndarray:
+    """(x - mean) / (deviation + epsilon) with the unbiased deviation (n - 1); zeros where all are equal, or n < 2.
+
+    Equal values are a special case, because the formula would divide the rounding error of their mean by epsilon.
+    """
+    if len(values) < 2 or bool((values == values[0]).all()):
+        return np.zeros(len(values))
+    spread = values.std(ddof=1) + epsilon
+    return (values - values.mean()) / spread if spread else np.zeros(len(values))  # squared differences may underflow

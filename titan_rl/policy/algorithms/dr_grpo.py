@@ -1,0 +1,32 @@
+"""GRPO done right: no division by the group's deviation, none by an answer's length. (arXiv:2503.20783)
+
+When     easy and hard prompts should weigh as their rewards say, and long wrong answers should not be spared.
+Is       A_i = r_i - mean r, and the sum over an answer's tokens, section 3.2: both terms that GRPO divides by are gone.
+Is not   a new clip: the loss is GRPO's.
+Differs  not from the equation; the authors' code divides by the longest length, which only scales the gradient.
+Run      --rollout.advantage.name dr_grpo --trainer.loss.name dr_grpo
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from titan_rl.bounds import NotNegative, Share
+from titan_rl.policy.algorithms import grpo
+from titan_rl.policy.algorithms.base import Credit, GradedRollout, TrainedTokens, rewards_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def advantages(group: Sequence[GradedRollout]) -> Sequence[Credit]:
+    rewards = rewards_of(group)
+    return (rewards - rewards.mean()).tolist()
+
+
+def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> tuple[Tensor, Tensor]:
+    return grpo.loss(tokens, clip_low=clip_low, clip_high=clip_high)
+
+
+loss.aggregation = "sample_sum"  # type: ignore[attr-defined]

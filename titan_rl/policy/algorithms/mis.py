@@ -1,0 +1,26 @@
+"""Masked importance sampling: an answer counts by its whole ratio, or not at all. (Liu et al. 2025, "When speed kills
+stability")
+
+When     trainer and engine disagree about whole answers, and those are better left out.
+Is       sg[w] A log pi with w the product of the answer's ratios, 0 where w > cap. sg: as a constant.
+Is not   for long answers far off-policy: the product soon is 0 or above every cap.
+Differs  an answer is what one sample trains.
+Run      --trainer.loss.name mis
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from titan_rl.policy.algorithms.base import TrainedTokens, bounded_exp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def loss(tokens: TrainedTokens, *, cap: Annotated[float, Meta(ge=1)] = 2.0) -> tuple[Tensor, Tensor]:
+    whole = bounded_exp(tokens.sample_sum(tokens.log_ratio.detach()))
+    dropped = whole > cap
+    return whole.masked_fill(dropped, 0.0) * tokens.advantages * tokens.logprobs, dropped

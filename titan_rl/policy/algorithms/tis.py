@@ -1,0 +1,25 @@
+"""Truncated importance sampling: the ratio corrects for a sample's age, up to a cap. (arXiv:1802.01561)
+
+When     samples are old and no token should lose its gradient.
+Is       sg[min(r, cap)] A log pi, eq. 1 and section 4.2 of IMPALA, per token; what Yao et al. (2025, "Your efficient RL
+         framework secretly brings you off-policy RL training") do between engine and trainer. sg: as a constant.
+Is not   unbiased: the cap bounds the variance and biases towards the behaviour policy.
+Differs  there is one ratio here, for age and engine alike.
+Run      --trainer.loss.name tis
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from msgspec import Meta
+
+from titan_rl.policy.algorithms.base import TrainedTokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def loss(tokens: TrainedTokens, *, cap: Annotated[float, Meta(ge=1)] = 2.0) -> tuple[Tensor, Tensor]:
+    weight = tokens.weight
+    return weight.clamp(max=cap) * tokens.advantages * tokens.logprobs, weight > cap
