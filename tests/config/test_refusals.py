@@ -64,7 +64,7 @@ WRONG = {
     "--recipe copy4 --trainer.loss.name titan_rl.types:Message": ("trainer.loss.kwargs.role", "needs this argument"),
     "--recipe copy4 --trainer.loss.kwargs.clip_hihg 0.3": (
         "trainer.loss.kwargs.clip_hihg",
-        "did you mean clip_high?); it takes entropy_bonus, entropy_decay, sequence_low, sequence_high",
+        "grpo takes no such argument (did you mean clip_high?)",
     ),
     "--recipe copy4 --trainer.loss.kwargs.entropy_bonus nan": ("trainer.loss.kwargs.entropy_bonus", "finite"),
     "--recipe copy4 --rollout.rollouter no.such:Player": ("rollout.rollouter", "no module 'no.such'"),
