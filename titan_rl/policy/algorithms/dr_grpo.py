@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING
 
 from titan_rl.bounds import NotNegative, Share
 from titan_rl.policy.algorithms import grpo
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, TrainedTokens, rewards_of
+from titan_rl.policy.algorithms.base import Credit, GradedRollout, TrainedTokens, above_mean, rewards_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 def advantages(group: Sequence[GradedRollout]) -> Sequence[Credit]:
-    rewards = rewards_of(group)
-    return (rewards - rewards.mean()).tolist()
+    return above_mean(rewards_of(group)).tolist()
 
 
 def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> tuple[Tensor, Tensor]:
