@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def loss(
     tokens: TrainedTokens, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
 ) -> tuple[Tensor, Tensor]:
-    tau = tau_negative + (tau_positive - tau_negative) * (tokens.advantages > 0)
+    tau = tokens.advantages.new_tensor(tau_positive).where(tokens.advantages > 0, tau_negative)
     return 4 / tau * (tau * (tokens.ratio - 1)).sigmoid() * tokens.advantages, tokens.none()
 
 
