@@ -144,6 +144,12 @@ def rewards_of(group: Sequence[GradedRollout]) -> np.ndarray:
     return np.array([rollout.reward for rollout in group], dtype=np.float64)
 
 
+def above_mean(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """x - mean; exactly 0 where all are equal, which the rounding of their mean would not be. All weights 0: as none."""
+    values = values - values[0]
+    return values - np.average(values, weights=weights if weights is not None and weights.any() else None)
+
+
 def standardized(values: np.ndarray, epsilon: float) -> np.ndarray:
     """(x - mean) / (deviation + epsilon) with the unbiased deviation (n - 1); zeros where all are equal, or n < 2.
 

@@ -28,5 +28,4 @@ def covariance(tokens: TrainedTokens) -> Tensor:
 def loss(tokens: TrainedTokens, *, low: float = 1.0, high: float = 5.0) -> Gains:
     found = covariance(tokens)
     held = (found >= low) & (found <= high)
-    ratio = tokens.ratio
-    return ratio.where(~held, ratio.detach()) * tokens.advantages, held
+    return tokens.ratio.masked_fill(held, 0.0) * tokens.advantages, held

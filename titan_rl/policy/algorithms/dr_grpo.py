@@ -13,12 +13,11 @@ from collections.abc import Sequence
 
 from titan_rl.bounds import NotNegative, Share
 from titan_rl.policy.algorithms import grpo
-from titan_rl.policy.algorithms.base import Credit, Gains, GradedRollout, TrainedTokens, rewards_of
+from titan_rl.policy.algorithms.base import Credit, Gains, GradedRollout, TrainedTokens, above_mean, rewards_of
 
 
 def advantages(group: Sequence[GradedRollout]) -> Sequence[Credit]:
-    rewards = rewards_of(group)
-    return (rewards - rewards.mean()).tolist()
+    return above_mean(rewards_of(group)).tolist()
 
 
 def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> Gains:

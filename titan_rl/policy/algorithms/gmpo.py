@@ -17,7 +17,7 @@ from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp
 def loss(tokens: TrainedTokens, *, clip: Positive = 0.4) -> Gains:
     log_ratio = tokens.log_ratio
     held = log_ratio.clamp(max=clip).where(tokens.advantages > 0, log_ratio.clamp(min=-clip))
-    return tokens.advantages * bounded_exp(tokens.sample_mean(held)), held != log_ratio
+    return tokens.advantages * bounded_exp(tokens.sample_mean(held)), (held != log_ratio) & (tokens.advantages != 0)
 
 
 loss.aggregation = "sample_mean"  # type: ignore[attr-defined]

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titan_rl.bounds import NotNegative
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, rewards_of
+from titan_rl.policy.algorithms.base import Credit, GradedRollout, above_mean, rewards_of
 
 
 def advantages(group: Sequence[GradedRollout], *, epsilon: NotNegative = 1e-6) -> Sequence[Credit]:
     rewards = rewards_of(group)
     mean = rewards.mean()
-    return ((rewards - mean) / (mean + epsilon) if mean > 0 else 0 * rewards).tolist()
+    return (above_mean(rewards) / (mean + epsilon) if mean > 0 else 0 * rewards).tolist()

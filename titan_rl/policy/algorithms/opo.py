@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, rewards_of
+from titan_rl.policy.algorithms.base import Credit, GradedRollout, above_mean, rewards_of
 
 
 def advantages(group: Sequence[GradedRollout]) -> Sequence[Credit]:
-    rewards, lengths = rewards_of(group), np.array([rollout.tokens for rollout in group])
-    return (rewards - (lengths * rewards).sum() / lengths.sum()).tolist()
+    return above_mean(rewards_of(group), np.array([rollout.tokens for rollout in group])).tolist()

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, rewards_of
+from titan_rl.policy.algorithms.base import Credit, GradedRollout, above_mean, rewards_of
 
 
 def advantages(group: Sequence[GradedRollout]) -> Sequence[Credit]:
     rewards = rewards_of(group)
     others = len(rewards) - 1
-    return ((rewards - rewards.mean()) * (len(rewards) / others) if others else 0 * rewards).tolist()
+    return (above_mean(rewards) * (len(rewards) / others) if others else 0 * rewards).tolist()

@@ -15,7 +15,7 @@ from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
 def loss(tokens: TrainedTokens, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Gains:
-    tau = tau_negative + (tau_positive - tau_negative) * (tokens.advantages > 0)
+    tau = tokens.advantages.new_tensor(tau_positive).where(tokens.advantages > 0, tau_negative)
     return 4 / tau * (tau * (tokens.ratio - 1)).sigmoid() * tokens.advantages, tokens.none()
 
 
