@@ -135,8 +135,8 @@ class GradedRollout:
         return sum(turn.tokens for turn in self.turns)
 
 
-Credit = float | Sequence[float]
-"""The advantage of a whole rollout, or one for each of its turns."""
+Credit = float | Sequence[float | np.ndarray]
+"""The advantage of a whole rollout, or one for each of its turns: a number, or one for each token [n]."""
 
 
 def rewards_of(group: Sequence[GradedRollout]) -> np.ndarray:
@@ -145,7 +145,7 @@ def rewards_of(group: Sequence[GradedRollout]) -> np.ndarray:
 
 
 def above_mean(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """x - mean; exactly 0 where all are equal, which the rounding of their mean would not be. All weights 0: as none."""
+    """x - mean; exactly 0 where all are equal, which their mean's rounding would not be. All weights 0: as without."""
     values = values - values[0]
     return values - np.average(values, weights=weights if weights is not None and weights.any() else None)
 
