@@ -1,4 +1,4 @@
-"""Every algorithm against the oracle of its paper, however a step is cut, and on two problems that are solved (20 s)."""
+"""Each algorithm against the oracle of its paper, however a step is cut, and on two solved problems (25 s)."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def rewards_of(group: Sequence[GradedRollout]) -> np.ndarray:
 
 
 def above_mean(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
-    """x - mean; exactly 0 where all are equal, which the rounding of their mean would not be. All weights 0: as none."""
+    """x - mean; exactly 0 where all are equal, where the mean's rounding would stay. Weights of only 0 are none."""
     values = values - values[0]
     return values - np.average(values, weights=weights if weights is not None and weights.any() else None)
 

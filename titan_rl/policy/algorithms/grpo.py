@@ -6,6 +6,7 @@ Is       A_i = (r_i - mean r) / (std r + epsilon), section 4.1.2; per token min(
 Is not   GRPO's KL term, which is `trainer.kl` with any loss.
 Differs  every token weighs alike instead of every sample (DAPO, arXiv:2503.14476, eq. 8): `aggregation` "sample_mean"
          is the paper's. The deviation is the unbiased one.
+Run      by default; --rollout.advantage.name grpo --trainer.loss.name grpo
 """
 
 from __future__ import annotations
