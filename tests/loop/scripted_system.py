@@ -160,7 +160,7 @@ class ScriptedRollouts:
             location="nowhere",
             offset=0,
             checksum=0,
-            advantage=0.0,
+            advantages=0.0,
         )
 
 

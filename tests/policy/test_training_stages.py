@@ -103,7 +103,7 @@ def demonstrations() -> SampleBatch:
             sample,
             logprobs=np.zeros_like(sample.logprobs),
             versions=np.full_like(sample.versions, NO_VERSION),
-            advantage=0.0,
+            advantages=0.0,
         )
         for sample in mixed_batch().samples
     )

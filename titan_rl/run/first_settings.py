@@ -46,7 +46,7 @@ LEAST_THOUGHT = 256
 """Tokens of an answer by a policy that was trained before, which may think first."""
 MARKS, TOOL_MARKS = 32, 700
 """Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
-PROGRAM_GROUPS, PROGRAM_STEPS = 8, 150
+PROGRAM_GROUPS, PROGRAM_STEPS = 4, 150
 """Of a run whose rollouts are played by programs: each is a process of its own."""
 KL_BAND = 0.05
 """Ten times what a step usually moves a tiny policy."""

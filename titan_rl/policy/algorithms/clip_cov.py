@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan_rl.policy.algorithms.base import TrainedTokens
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ def covariance(tokens: TrainedTokens) -> Tensor:
     return tokens.advantages * (logprobs - tokens.sample_mean(logprobs))
 
 
-def loss(tokens: TrainedTokens, *, low: float = 1.0, high: float = 5.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, low: float = 1.0, high: float = 5.0) -> Gains:
     found = covariance(tokens)
     held = (found >= low) & (found <= high)
     return tokens.ratio.masked_fill(held, 0.0) * tokens.advantages, held

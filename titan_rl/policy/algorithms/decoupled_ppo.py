@@ -11,17 +11,14 @@ Run      --trainer.loss.name decoupled_ppo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens, *, weight_cap: Annotated[float, Meta(gt=1)] = 5.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, weight_cap: Annotated[float, Meta(gt=1)] = 5.0) -> Gains:
     weight = tokens.weight
     dropped = weight > weight_cap
     return weight.masked_fill(dropped, 0.0) * tokens.advantages * tokens.logprobs, dropped

@@ -10,18 +10,15 @@ Run      --trainer.loss.name icepop
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
 from titan_rl.bounds import Share
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens, *, low: Share = 0.5, high: Annotated[float, Meta(ge=1)] = 5.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, low: Share = 0.5, high: Annotated[float, Meta(ge=1)] = 5.0) -> Gains:
     weight = tokens.weight
     outside = (weight < low) | (weight > high)
     return weight.masked_fill(outside, 0.0) * tokens.advantages * tokens.logprobs, outside

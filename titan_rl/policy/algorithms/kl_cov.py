@@ -11,17 +11,12 @@ Run      --trainer.loss.name kl_cov
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from titan_rl.bounds import NotNegative
-from titan_rl.policy.algorithms.base import TrainedTokens
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 from titan_rl.policy.algorithms.clip_cov import covariance
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-def loss(tokens: TrainedTokens, *, limit: float = 1.0, weight: NotNegative = 1.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, limit: float = 1.0, weight: NotNegative = 1.0) -> Gains:
     held = covariance(tokens) > limit
     penalty = weight * tokens.log_ratio.square() / 2
     return tokens.ratio * tokens.advantages - penalty.where(held, 0.0), held

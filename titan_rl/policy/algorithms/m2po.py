@@ -11,16 +11,11 @@ Run      --trainer.loss.name m2po
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from titan_rl.bounds import Positive
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens, *, limit: Positive = 0.04) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, limit: Positive = 0.04) -> Gains:
     ratio, square = tokens.ratio, tokens.log_ratio.detach().double().square()
     pushes = (ratio.detach() - 1) * tokens.advantages > 0
     square = square.where(pushes, 0.0)

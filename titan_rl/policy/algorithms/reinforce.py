@@ -9,13 +9,8 @@ Run      --trainer.loss.name reinforce
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens) -> Gains:
     return tokens.advantages * tokens.logprobs, tokens.none()

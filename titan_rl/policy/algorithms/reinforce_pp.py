@@ -10,19 +10,15 @@ Run      --rollout.advantage.name reinforce_pp --trainer.loss.name reinforce_pp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from titan_rl.bounds import NotNegative, Share
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, TrainedTokens, clipped, rewards_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Credit, Gains, GradedRollout, TrainedTokens, clipped, rewards_of
 
 
 def advantages(group: Sequence[GradedRollout]) -> Sequence[Credit]:
     return rewards_of(group).tolist()
 
 
-def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> Gains:
     spread = tokens.advantage_std + 1e-8  # 0 where all are equal, and then so is the difference
     return clipped(tokens.ratio, (tokens.advantages - tokens.advantage_mean) / spread, clip_low, clip_high)
