@@ -1,4 +1,4 @@
-"""Mistakes that other frameworks made and mended, each as a test of every algorithm that could make it (10 s).
+"""Mistakes that other frameworks made and mended, each as a test of every algorithm that could make it (4 s).
 
 No algorithm here estimates a value or replays a router's choice, so mistakes of those have no test. Temperature and
 entropies come from `Policy.scores`, which has tests of its own.
