@@ -1,4 +1,4 @@
-"""Mistakes that other frameworks made and mended, each as a test of every algorithm that could make it (10 s).
+"""Mistakes that other frameworks made and mended, each as a test of every algorithm that could make it (4 s).
 
 No algorithm here estimates a value or replays a router's choice, so mistakes of those have no test. Temperature and
 entropies come from `Policy.scores`, which has tests of its own.
@@ -47,12 +47,12 @@ def test_trap_3_reinforce_pp_returns_the_whole_reward_across_observations():
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_trap_4_a_masked_sample_leaks_into_nothing(name):
-    """Whatever its tokens hold, infinite ones too; it counts in the divisor."""
+    """Whatever its tokens hold; it counts in the divisor."""
     step = rows(5, far=False, spread=[0.05])
     objective = objective_of(name, sequence_low=0.5, sequence_high=2.0)
     divisor = objective.divisor(plan_of(step))
     numbers = moments(step)
-    worst = [[(-1e30, -1.0, 1e30)] * 3, [(-1.0, -90.0, -1e30)]]
+    worst = [[(-math.inf, -1.0, 1e30)] * 3, [(-1.0, -90.0, -1e30)]]
     alone = computed(objective, trained(step, **numbers), divisor)
     beside = computed(objective, trained(worst + step, **numbers), divisor)
     assert beside[0] == alone[0]
@@ -119,25 +119,24 @@ def test_trap_8_cispo_keeps_the_gradient_of_a_token_beyond_its_clip():
     assert clipped == 1
 
 
-@pytest.mark.parametrize(
-    "rewards", [[1e8 + 1, 1e8, 1e8, 1e8], [0.1 + 0.2, 0.3, 0.3], [1e-300, 0.0, 0.0], [1.0, 1.0 + 1e-15]]
-)
 @pytest.mark.parametrize("name", COMPARED)
-def test_trap_9_nearly_equal_rewards_do_not_explode(name, rewards):
-    credit = per_turn(function(name, "advantages")(group := [rollout(each) for each in rewards]), group)
-    assert all(abs(each) <= len(rewards) for each in credit)
+def test_trap_9_nearly_equal_rewards_do_not_explode(name):
+    for rewards in [[1e8 + 1, 1e8, 1e8, 1e8], [0.1 + 0.2, 0.3, 0.3], [1e-300, 0.0, 0.0], [1.0, 1.0 + 1e-15]]:
+        group = [rollout(each) for each in rewards]
+        credit = per_turn(function(name, "advantages")(group), group)
+        assert all(abs(each) <= len(rewards) for each in credit)
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -0.3, 1e8 + 0.1, 1e-9])
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 10])
 @pytest.mark.parametrize("name", COMPARED)
-def test_trap_9_equal_rewards_give_exactly_0(name, count, reward):
-    """A rollout without siblings too. Turns that were asked other things may differ in their discount."""
-    group = [rollout(reward, (3, b"a")) for _ in range(count)]
-    assert set(per_turn(function(name, "advantages")(group), group)) == {0.0}
+def test_trap_9_equal_rewards_give_exactly_0(name):
+    """A rollout without siblings too."""
+    for reward in (0.0, 1.0, 0.1, -0.3, 1e8 + 0.1, 1e-9):
+        for count in (1, 2, 3, 7, 10):
+            group = [rollout(reward, (3, b"a"))] * count
+            assert set(per_turn(function(name, "advantages")(group), group)) == {0.0}, (reward, count)
 
 
-@pytest.mark.parametrize("name", set(LOSSES) - {"clip_cov", "kl_cov"})
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"clip_cov", "kl_cov"}))
 def test_trap_10_a_loss_does_not_standardize_again(name):
     """Twice the advantages is twice the gradient; REINFORCE++, whose loss does standardize, does not notice. (The
     covariances have limits, which is their point.)"""

@@ -2,10 +2,10 @@
 
 When     as Clip-Cov, more gently.
 Is       r A, minus weight * (log r)^2 / 2 for the tokens whose covariance of logprob and advantage is above `limit`,
-         eq. 13 and 14.
+         section 4.2.
 Is not   a KL term for all tokens, which is `trainer.kl`.
 Differs  the covariance is `clip_cov`'s; tokens are chosen by a limit and not by a share of the batch; the penalty is
-         the KL estimate whose gradient is the KL's own (k2).
+         k2, whose gradient is the KL's own near r = 1.
 Run      --trainer.loss.name kl_cov
 """
 

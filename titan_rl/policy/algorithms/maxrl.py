@@ -2,7 +2,7 @@
 
 When     rewards are right or wrong and most prompts are hard: hard prompts get the gradient of maximum likelihood.
 Is       A_i = (r_i - mean r) / mean r; 0 where nobody succeeded.
-Is not   for rewards below 0, whose mean says nothing about success: such groups get 0.
+Is not   for rewards below 0, whose mean says nothing about success; a group whose mean is not above 0 gets 0.
 Differs  not from the estimator for one group; epsilon is added to the mean.
 Run      --rollout.advantage.name maxrl --trainer.loss.name reinforce
 """

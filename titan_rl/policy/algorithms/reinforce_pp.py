@@ -1,9 +1,9 @@
 """REINFORCE++: rewards as they are, standardized over the whole step instead of their group. (arXiv:2501.03262)
 
 When     groups are small, or prompts differ so much that a group's own deviation misleads.
-Is       A = (R - mean over the step) / std over the step, over all trained tokens, eq. 8; PPO's clip.
+Is       A = (R - mean over the step) / std over the step, over all trained tokens; PPO's clip.
 Is not   a comparison within the group: the prompt's difficulty stays in the advantage (see `reinforce_pp_baseline`).
-Differs  the KL penalty of the paper's return is `trainer.kl`.
+Differs  the KL penalty of the paper's return is `trainer.kl`. 1e-8 is added to the deviation.
 Run      --rollout.advantage.name reinforce_pp --trainer.loss.name reinforce_pp
 """
 
