@@ -84,7 +84,7 @@ def against_reference(
         config = replace(
             plain,
             optimizer=REVEALING,
-            loss=LossConfig(name="policy_gradient"),
+            loss=LossConfig(name="reinforce"),
             kl=KLConfig(coefficient=COEFFICIENT, estimator=estimator),
         )
         policy = updater(other_path, config, temperature=TEMPERATURE)
