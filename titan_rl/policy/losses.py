@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from titan_rl.policy.packing import PackingPlan
 
-LOSS_METRICS: dict[str, Literal["mean", "max"]] = {"clip_share": "mean", "masked_share": "mean", "entropy_bonus": "max"}
-"""What `Objective` measures. "mean": a sum over tokens, reported per trained token of the step; "max": a maximum."""
-
 
 @dataclass(kw_only=True)
 class Objective:
@@ -73,7 +70,8 @@ class Objective:
         return plan.trained_tokens if self.aggregation == "token_mean" else plan.samples
 
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss summed over N >= 1 tokens (a scalar) and `LOSS_METRICS` (detached scalars)."""
+        """The loss summed over N >= 1 tokens, and detached: over how many tokens a gradient was bounded or removed, how
+        many were masked, and the bonus. All scalars."""
         masked = tokens.samples.new_zeros(())
         if self.sequence_low > 0 or self.sequence_high < math.inf:
             mean_ratio = bounded_exp(tokens.sample_mean(tokens.log_ratio.detach()))

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -48,9 +47,11 @@ _SUMS = (
     "on_policy_tokens",
     "logprob_difference",
     "logprob_outside",
+    "clip_share",
+    "masked_share",
 )
 _OF_REFERENCE = ("reference_kl_k1", "reference_kl_k3")
-_MAXIMA = ("weight_max", "logprob_difference_max")
+_MAXIMA = ("weight_max", "logprob_difference_max", "entropy_bonus")
 
 RATIO_BAND = (0.9, 1.1)
 """Probability ratios of trainer and engine outside of it are counted as disagreement."""
@@ -64,22 +65,16 @@ class StepMetrics:
     """Add micro-batches, `reduce_sums`, then `report` (or `describe_failure`).
 
     Args:
-        declared: the loss's metrics.
         counted: False on ranks that repeat another's tokens (tensor parallelism); they add nothing to sums.
         reference: whether there is a reference policy.
     """
 
-    def __init__(
-        self, declared: Mapping[str, Literal["mean", "max"]], *, counted: bool, reference: bool = False
-    ) -> None:
+    def __init__(self, *, counted: bool, reference: bool = False) -> None:
         self._ranks = Ranks(dist.group.WORLD)
         self._counted = counted
         self._reference = reference
-        self._means = [name for name, kind in declared.items() if kind == "mean"]
-        self._summed = [*_SUMS, *self._means]
-        self._largest = [*_MAXIMA, *(name for name, kind in declared.items() if kind == "max")]
-        self._sums: Tensor | None = None  # float64, of what `_summed` names
-        self._maxima: Tensor | None = None  # float64, of what `_largest` names
+        self._sums: Tensor | None = None  # float64, of what `_SUMS` names
+        self._maxima: Tensor | None = None  # float64, of what `_MAXIMA` names
         self._totals: dict[str, float] = {}
         self._own_loss = 0.0
         self._gradient_finite = True
@@ -99,7 +94,7 @@ class StepMetrics:
         """One micro-batch of N >= 1 trained tokens; nothing here carries gradient.
 
         Args:
-            loss, loss_metrics: what the loss returned.
+            loss, loss_metrics: what the objective returned; {}: a warm-up's.
             entropies: [N] nats.
             log_ratio: [N] logprob - behaviour logprob.
             on_policy: [N] bool, whether the current version sampled the token.
@@ -112,6 +107,7 @@ class StepMetrics:
         difference = torch.where(on_policy, log_ratio.abs(), 0.0)
         away = log_ratio.new_zeros(1) if reference_log_ratio is None else reference_log_ratio.double()
         values = {
+            **dict.fromkeys(("clip_share", "masked_share", "entropy_bonus"), weight.new_zeros(())),
             **{name: value.detach().double() for name, value in loss_metrics.items()},
             "tokens": torch.full_like(weight, 1.0).sum(),
             "loss": loss.double(),
@@ -128,22 +124,22 @@ class StepMetrics:
             "weight_max": weight.max(),
             "logprob_difference_max": difference.max(),
         }
-        sums = torch.stack([values[name] for name in self._summed])
-        maxima = torch.stack([values[name] for name in self._largest])
+        sums = torch.stack([values[name] for name in _SUMS])
+        maxima = torch.stack([values[name] for name in _MAXIMA])
         self._sums = sums if self._sums is None else self._sums + sums
         self._maxima = maxima if self._maxima is None else torch.maximum(self._maxima, maxima)
 
     def reduce_sums(self, *, gradient_finite: bool) -> None:
         """Collective. Afterwards `finite` and the sums are the same on every rank."""
-        own = torch.zeros(len(self._summed), dtype=torch.float64) if self._sums is None else self._sums.cpu()
-        self._own_loss = float(own[self._summed.index("loss")])
+        own = torch.zeros(len(_SUMS), dtype=torch.float64) if self._sums is None else self._sums.cpu()
+        self._own_loss = float(own[_SUMS.index("loss")])
         self._gradient_finite = gradient_finite
         failed = torch.tensor([not math.isfinite(self._own_loss), not gradient_finite], dtype=torch.float64)
         totals = torch.cat([failed, own if self._counted else torch.zeros_like(own)])
         self._ranks.add(totals)
         losses, gradients, *sums = totals.tolist()
         self.finite = losses == gradients == 0
-        self._totals = dict(zip(self._summed, sums, strict=True))
+        self._totals = dict(zip(_SUMS, sums, strict=True))
 
     @property
     def engine_difference(self) -> tuple[float, float]:
@@ -171,12 +167,12 @@ class StepMetrics:
 
     def report(self, *, seconds: float) -> dict[str, float]:
         """Collective. Means per trained token of the step, maxima over all ranks, and the slowest rank's time."""
-        empty = torch.full((len(self._largest),), -math.inf, dtype=torch.float64)
+        empty = torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64)
         own = empty if self._maxima is None else self._maxima.cpu()
         maxima = torch.cat([torch.tensor([seconds], dtype=torch.float64), own])
         self._ranks.maximum(maxima)
         slowest, *largest = maxima.tolist()
-        top = dict(zip(self._largest, largest, strict=True))
+        top = dict(zip(_MAXIMA, largest, strict=True))
         total = self._totals
         tokens = total["tokens"]
         difference_mean, outside_share = self.engine_difference
@@ -191,8 +187,8 @@ class StepMetrics:
             "logprob_difference_mean": difference_mean,
             "logprob_difference_max": top["logprob_difference_max"],
             "logprob_outside_share": outside_share,
-            **{name: total[name] / tokens for name in self._means},
-            **{name: top[name] for name in self._largest if name not in _MAXIMA},
+            **{name: total[name] / tokens for name in ("clip_share", "masked_share")},
+            "entropy_bonus": top["entropy_bonus"],
         }
 
 

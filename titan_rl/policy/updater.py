@@ -30,7 +30,7 @@ from titan_rl.errors import ConfigError, StorageError, TrainingError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.algorithms.base import TrainedTokens
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.losses import LOSS_METRICS, Objective, build_loss, kl_penalty
+from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
@@ -276,8 +276,7 @@ class PolicyUpdater:
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         policy, reference = self._policy, not warm_up and self._reference is not None
-        declared = {} if warm_up else LOSS_METRICS
-        metrics = StepMetrics(declared, counted=policy.tensor_rank == 0, reference=reference)
+        metrics = StepMetrics(counted=policy.tensor_rank == 0, reference=reference)
         divisor = trained if warm_up else self._loss.divisor(plan)
         samples = RankSamples(
             self.samples, batch, plan, data_rank=policy.data_rank, any_of_tensor_group=policy.any_of_tensor_group

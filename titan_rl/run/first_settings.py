@@ -62,6 +62,8 @@ TAUGHT: dict[str, tuple[int | float, str]] = {
     "enough_loss": (0.002, "nats: when that is reached, they have been learned"),
 }
 """Of the warm-up."""
+TAUGHT_LOOP = 250
+"""Steps by reward after it."""
 
 
 class Chosen(NamedTuple):
@@ -290,6 +292,7 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warm
     if taught if warmup is None else warmup and not trained:
         add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps")
         add(BONUS, 0.05, "and searched around, not forgotten")
+        add("loop.steps", TAUGHT_LOOP, "what was taught needs fewer steps by reward")
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
