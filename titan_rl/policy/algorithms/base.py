@@ -20,15 +20,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Gains: TypeAlias = "tuple[Tensor, Tensor]"
-"""What to maximise [N], and where a gradient was removed or bounded [N] bool."""
+    Gains = tuple[Tensor, Tensor]
+    """What to maximise [N], and where a gradient was removed or bounded [N] bool."""
+else:
+    Gains = tuple
 
 LARGEST_LOG_RATIO = 20.0
 """Nats. A ratio of e^20 = 4.9e8 is beyond every clip and cap that anybody sets, and its square, which a gradient's norm

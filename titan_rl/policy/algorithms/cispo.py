@@ -8,8 +8,6 @@ Differs  no lower bound by default (low 1), as the authors run it; high 4 is wit
 Run      --trainer.loss.name cispo
 """
 
-from __future__ import annotations
-
 from titan_rl.bounds import NotNegative, Share
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 

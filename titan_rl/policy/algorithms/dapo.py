@@ -8,8 +8,6 @@ Differs  the punishment counts the tokens of all turns of a rollout; `longest` 0
 Run      --rollout.advantage.name dapo --rollout.advantage.kwargs.longest 512 --trainer.loss.name dapo
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ Differs  tokens above the cap are dropped, not cut to it, as in AReaL's implemen
 Run      --trainer.loss.name decoupled_ppo
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

@@ -7,8 +7,6 @@ Differs  turns are discounted, not tokens, so that a long answer is not worth le
 Run      --rollout.advantage.name discounted --rollout.advantage.kwargs.gamma 0.9
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from titan_rl.bounds import NotNegative, Share

@@ -9,8 +9,6 @@ Differs  the limit's default is ours.
 Run      --trainer.loss.name dppo
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from titan_rl.bounds import Positive

@@ -7,8 +7,6 @@ Differs  not from the equation; the authors' code divides by the longest length,
 Run      --rollout.advantage.name dr_grpo --trainer.loss.name dr_grpo
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from titan_rl.bounds import NotNegative, Share

@@ -7,8 +7,6 @@ Differs  not from the equation.
 Run      --trainer.loss.name dual_clip
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

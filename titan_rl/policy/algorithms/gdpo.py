@@ -8,8 +8,6 @@ Differs  the scores are those that `scores` names, with their weights; without a
 Run      --rollout.advantage.name gdpo --trainer.loss.name reinforce_pp
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

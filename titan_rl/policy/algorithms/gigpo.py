@@ -8,8 +8,6 @@ Differs  two states are the same if the policy saw the same tokens. The reward i
 Run      --rollout.advantage.name gigpo
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ Differs  not from the equation; the clip is in nats, as e^-0.4 and e^0.4 in the 
 Run      --trainer.loss.name gmpo
 """
 
-from __future__ import annotations
-
 from titan_rl.bounds import Positive
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp
 

@@ -9,8 +9,6 @@ Differs  every token weighs alike instead of every sample (DAPO, arXiv:2503.1447
 Run      without any setting
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from titan_rl.bounds import NotNegative, Share

@@ -7,8 +7,6 @@ Differs  an answer is what one sample trains: with an edited history, one branch
 Run      --trainer.loss.name gspo_token
 """
 
-from __future__ import annotations
-
 from titan_rl.bounds import NotNegative, Share
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp, clipped
 

@@ -8,8 +8,6 @@ Differs  there is one ratio here, for age and engine alike, and so no clip insid
 Run      --trainer.loss.name icepop
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

@@ -9,8 +9,6 @@ Differs  the covariance is `clip_cov`'s; tokens are chosen by a limit and not by
 Run      --trainer.loss.name kl_cov
 """
 
-from __future__ import annotations
-
 from titan_rl.bounds import NotNegative
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 from titan_rl.policy.algorithms.clip_cov import covariance

@@ -8,8 +8,6 @@ Differs  lengths are of all turns of a rollout together.
 Run      --rollout.advantage.name length_penalty --rollout.advantage.kwargs.weight 0.2
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -9,8 +9,6 @@ Differs  the mean is over a sample's tokens and not over the batch, so that the 
 Run      --trainer.loss.name m2po
 """
 
-from __future__ import annotations
-
 from titan_rl.bounds import Positive
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 

@@ -7,8 +7,6 @@ Differs  not from the estimator for one group; epsilon is added to the mean.
 Run      --rollout.advantage.name maxrl --trainer.loss.name reinforce
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from titan_rl.bounds import NotNegative

@@ -8,8 +8,6 @@ Differs  an answer is what one sample trains.
 Run      --trainer.loss.name mis
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

@@ -7,8 +7,6 @@ Differs  lengths are of all turns of a rollout together.
 Run      --rollout.advantage.name opo --trainer.loss.name reinforce
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -8,8 +8,6 @@ Differs  not from the analytical form. Of fewer rollouts than k, k is their numb
 Run      --rollout.advantage.name pass_at_k --rollout.advantage.kwargs.k 4
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb, sqrt
 

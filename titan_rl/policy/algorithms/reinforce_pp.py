@@ -7,8 +7,6 @@ Differs  the KL penalty of the paper's return is `trainer.kl`. 1e-8 is added to 
 Run      --rollout.advantage.name reinforce_pp --trainer.loss.name reinforce_pp
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from titan_rl.bounds import NotNegative, Share

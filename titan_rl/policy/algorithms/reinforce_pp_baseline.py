@@ -7,8 +7,6 @@ Differs  not from the equations.
 Run      --rollout.advantage.name reinforce_pp_baseline --trainer.loss.name reinforce_pp
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from titan_rl.policy.algorithms import dr_grpo

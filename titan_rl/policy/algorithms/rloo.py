@@ -7,8 +7,6 @@ Differs  not from the equation. A rollout without siblings gets 0: it has nothin
 Run      --rollout.advantage.name rloo --trainer.loss.name reinforce
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from titan_rl.policy.algorithms.base import Credit, GradedRollout, above_mean, rewards_of

@@ -8,8 +8,6 @@ Differs  not from the equations.
 Run      --trainer.loss.name sapo
 """
 
-from __future__ import annotations
-
 from titan_rl.bounds import Positive
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 

@@ -8,8 +8,6 @@ Differs  not from the equation; the baseline is in the advantage.
 Run      --trainer.loss.name topr
 """
 
-from __future__ import annotations
-
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp
 
 
