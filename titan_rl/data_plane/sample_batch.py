@@ -17,13 +17,13 @@ import numpy as np
 
 from titan_rl.types import NO_VERSION, TrainingSample
 
-TOKEN_BYTES = 21  # token id, logprob, version, advantage and a byte of the mask
+_TOKEN_BYTES = 21  # token id, logprob, version, advantage and a byte of the mask
 _ALIGNMENT = 8  # of the size of an encoded sample, and so of the beginning of the next one
 
 
 def encoded_size(length: int) -> int:
     """Bytes of a sample of `length` tokens, as a store writes it."""
-    return -(-length * TOKEN_BYTES // _ALIGNMENT) * _ALIGNMENT
+    return -(-length * _TOKEN_BYTES // _ALIGNMENT) * _ALIGNMENT
 
 
 class SampleRef(NamedTuple):
