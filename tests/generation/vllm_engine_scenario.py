@@ -190,7 +190,7 @@ def faults(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> dict[str, An
                 saved = shards[index].data.clone() if rank == ranks - 1 else None
                 if saved is not None:
                     damage(shards[index], fault)
-                if f"{name} is not what was published" not in refused().replace("the replica of ", ""):
+                if f"{name} is not what was published" not in refused():
                     unseen.append((name, index, fault))
                 if fault == "negative":
                     engine.drop_cache()
