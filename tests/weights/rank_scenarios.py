@@ -185,9 +185,7 @@ def verified_engines(rank: int, directory: Path) -> dict[str, Any]:
         for first, rows in zip((0, 2), tensors[EMBEDDING].clone().split([2, len(tensors[EMBEDDING]) - 2]), strict=True):
             if damaged and rank == 1 and not first:
                 rows[1, 1] += 1
-            shards.append(
-                TensorShard(name=EMBEDDING, data=rows, global_shape=CUT_SHAPES[EMBEDDING], offset=(first, 0))
-            )
+            shards.append(TensorShard(name=EMBEDDING, data=rows, global_shape=CUT_SHAPES[EMBEDDING], offset=(first, 0)))
         return lambda: verify(publication, shards, dist.group.WORLD)
 
     result = {

@@ -241,7 +241,7 @@ class RelayKind(MeshKind):
     lost_with = "the weights that it is bringing to its host"
 
     def client(self, plan: MeshPlan) -> RelayClient:
-        return RelayClient(plan.hosts[0], start_seconds=self.start_seconds)
+        return RelayClient(f"the relay on {plan.hosts[0]}", start_seconds=self.start_seconds)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
         return {"host": mesh.plan.hosts[0]}
