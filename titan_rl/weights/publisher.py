@@ -265,6 +265,9 @@ def _merged_layout(everyones: list[Shapes], dtype: torch.dtype, aliases: Aliases
                 raise WeightsError(f"{name} is {shape} on rank {rank} and {shapes[name]} on a lower one")
     if not shapes:
         raise WeightsError("there are no tensors")
+    for alias, name in aliases:
+        if alias in shapes or name not in shapes:
+            raise WeightsError(f"alias {alias} of {name}: the first must be no tensor of its own, the second one")
     entries = []
     offset = 0
     text = str(dtype).removeprefix("torch.")
