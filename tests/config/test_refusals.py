@@ -73,7 +73,7 @@ WRONG = {
     ),
     "--recipe copy4 --loop.filter variance": ("loop.filter: 'variance' names nothing", "no_variance"),
     "--recipe copy4 --generator.engine vlm": ("generator.engine", "simulated, vllm", "did you mean vllm?"),
-    "--recipe copy4 --generator.linear packedd": ("generator.linear", "did you mean packed?"),
+    "--recipe copy4 --generator.linear packedd": ("generator.linear", "one of auto, plain, packed, got"),
 }
 ABSENT = {
     "--recipe copy4 --policy.path /no/such/directory": ("policy.path: there is no directory /no/such/directory",),
