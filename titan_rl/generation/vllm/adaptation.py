@@ -135,8 +135,7 @@ def linear_of(config: GeneratorConfig, model_path: Path) -> str:
 
 def adapt_linear(name: str) -> Linears:
     """Choose how linear layers of engines built from now on are computed on CPU: by `linear_of`'s name."""
-    function_of = deterministic_linear_of if name == DETERMINISTIC else lambda layer: linear
-    linears = Linears(function_of, packs=name == PACKED)
+    linears = Linears(deterministic_linear_of if name == DETERMINISTIC else lambda layer: linear, packs=name == PACKED)
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim != 2:
