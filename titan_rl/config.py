@@ -28,7 +28,6 @@ CLASS_SETTINGS = (
     "trainer.loss.name",
     "loop.filter",
     "generator.engine",
-    "generator.linear",
     "router.strategy",
 )
 """Settings that may name a class or function of the user: `pkg.mod:Name` or `file.py:Name`."""

@@ -29,7 +29,6 @@ from titan_rl.loop.checkpoint_files import checkpoints
 from titan_rl.overrides import (
     EXIT_USAGE,
     Command,
-    Override,
     Rules,
     Verb,
     apply,
@@ -190,35 +189,14 @@ def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[st
     return config, imports, None
 
 
-DROPPED = (("more_generators",), ("placement", "more_generators"), ("placement", "most_generators"))
-"""Settings that the config of an older run has, and that changed nothing of what it computed."""
-
-
 def config_of_run(run: Path) -> RunConfig:
     """The config that a run had when it last started."""
     return resolve(settings_of(run))[0]
 
 
 def settings_of(run: Path) -> Command:
-    """The command line that means the settings of a run; those that there are no more are left out."""
-    command = VERB.read(["--config", str(run / CONFIG)])
-    command.layers = [[_as_today(each) for each in layer if not _is_dropped(each)] for layer in command.layers]
-    return command
-
-
-def _is_dropped(override: Override) -> bool:
-    return any(override.path[: len(path)] == path for path in DROPPED)
-
-
-def _as_today(override: Override) -> Override:
-    """With the value that means today what an older run meant by its."""
-    if override.path == ("trainer", "activation_checkpointing") and isinstance(override.value, bool):
-        return replace(override, value="full" if override.value else "none")
-    if override.path == ("trainer", "loss", "name") and override.value == "policy_gradient":
-        return replace(override, value="reinforce")
-    if override.path == ("rollout", "advantage_epsilon"):
-        return replace(override, path=("rollout", "advantage", "kwargs", "epsilon"))
-    return override
+    """The command line that means the settings of a run."""
+    return VERB.read(["--config", str(run / CONFIG)])
 
 
 # --- from arguments to a config --------------------------------------------------------------------------------------
@@ -302,8 +280,7 @@ def apply_command(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
     base = Path(where).parent if where.endswith(".py") else Path.cwd()
     runs = absolute_path(config.logging.directory, Path.cwd())  # and not where the recipe is, among sources
     config = replace(config, logging=replace(config.logging, directory=runs))
-    layers = [[each for each in layer if each.value or not _is_dropped(each)] for layer in command.layers]
-    config = apply(config, layers, _RULES, base)
+    config = apply(config, command.layers, _RULES, base)
     named = [command.recipe, *(get_setting(config, setting) for setting in CLASS_SETTINGS)]
     return config, tuple(dict.fromkeys(module for name in named for module in user_modules(name)))
 

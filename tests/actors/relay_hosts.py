@@ -42,7 +42,7 @@ class RelayHosts:
         """Relays on more hosts, of which all hear."""
         for host in hosts:
             self._owners[host] = subprocess.Popen(["sleep", "1000"])
-            self.relays[host] = RelayClient(host, start_seconds=SECONDS)
+            self.relays[host] = RelayClient(f"the relay on {host}", start_seconds=SECONDS)
             self.relays[host].replace(self._spawn(host))
         await self.tell()
 

@@ -49,12 +49,6 @@ def test_processes_start_in_the_environment_of_the_mode(device, mesh, variable):
     assert variable not in environment(config, mesh)
 
 
-def test_a_linear_function_of_ones_own_does_not_go_with_it():
-    config = copy4()
-    with pytest.raises(ConfigError, match="not with generator.linear"):
-        replace(config, deterministic=True, generator=replace(config.generator, linear="mine:linear"))
-
-
 def test_a_cache_of_older_weights_does_not_go_with_it():
     with pytest.raises(ConfigError, match="deterministic needs generator.keep_prefix_cache = false"):
         replace(copy4(), deterministic=True, generator=GeneratorConfig(keep_prefix_cache=True))

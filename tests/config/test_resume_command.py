@@ -54,24 +54,6 @@ def test_a_run_directory_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> N
     assert len(checkpoints(run)) == 2
 
 
-def test_settings_that_there_are_no_more_are_left_out_of_an_older_runs_config(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    with (run / CONFIG).open("a") as file:
-        file.write("[placement.more_generators]\n\n[more_generators.large]\ncount = 2\n")
-    assert train.config_of_run(run) == config()
-
-
-def test_the_config_of_an_older_run_starts_another_one_unless_it_used_what_there_is_no_more(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    with (run / CONFIG).open("a") as file:
-        file.write("[placement.more_generators]\n\n[more_generators]\n")
-    assert train.resolve(train.VERB.read(["--config", str(run / CONFIG)]))[0] == config()
-    with (run / CONFIG).open("a") as file:
-        file.write("large = {count = 2}\n")
-    with pytest.raises(ConfigError, match="more_generators"):
-        train.resolve(train.VERB.read(["--config", str(run / CONFIG)]))
-
-
 def test_an_empty_table_of_a_group_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "it.toml"
     file.write_text('recipe = "copy4"\n[policy]\n[policy.tiny]\n')

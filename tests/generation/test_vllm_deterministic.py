@@ -21,7 +21,6 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 
 from titan_rl.errors import ConfigError
-from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.adaptation import check_rows, halved_linear, one_token_each, row_linear
 from titan_rl.policy.config import TinyPolicyConfig
 
@@ -221,8 +220,3 @@ def queries_that_tiles_change(length: int = 1024, heads: int = 4, size: int = 12
     whole = attend(torch.tensor([0, length], dtype=torch.int32), torch.tensor([length], dtype=torch.int32))
     one_by_one = attend(torch.arange(length + 1, dtype=torch.int32), torch.arange(1, length + 1, dtype=torch.int32))
     return int((whole != one_by_one).flatten(1).any(1).sum())
-
-
-def test_another_linear_function_is_refused_in_deterministic_mode() -> None:
-    with pytest.raises(ConfigError, match="not with generator.linear"):
-        GeneratorConfig(deterministic=True, linear="torch.nn.functional:linear")

@@ -128,10 +128,6 @@ def test_what_the_cache_had_no_room_for_counts_as_preempted_and_what_a_new_versi
     assert engine["preemptions"] == {"dropped": 1.0, "preempted": 1.0}
 
 
-def test_a_linear_function_of_the_users_own_is_used(facts: Facts) -> None:
-    assert facts["skipped"]["linear_calls"] > 0
-
-
 def test_vllm_still_drops_weights_when_it_packs_them(facts: Facts) -> None:
     assert facts["upstream"]["weight_left_after_packing"] == 0, "adapt_linear is no longer needed"
 

@@ -39,7 +39,6 @@ class RouterMachine(RuleBasedStateMachine):
 
     @initialize(
         strategy=st.sampled_from(["round_robin", "least_loaded", "sticky_session"]),
-        fallback=st.sampled_from(["round_robin", "least_loaded"]),
         sync_wait=st.sampled_from([0.0, 5.0]),
         generators=st.integers(1, 4),
         weight_sync=st.sampled_from(["drain", "hot_swap"]),
@@ -51,10 +50,8 @@ class RouterMachine(RuleBasedStateMachine):
         serving=st.sampled_from([None, None, 1, 2]),
         started=st.sampled_from([True, True, False]),
     )
-    def start(
-        self, strategy: str, fallback: str, sync_wait: float, generators: int, started: bool, **options: Any
-    ) -> None:
-        sticky = {"max_sessions": 2, "sync_wait_seconds": sync_wait, "fallback": fallback}
+    def start(self, strategy: str, sync_wait: float, generators: int, started: bool, **options: Any) -> None:
+        sticky = {"max_sessions": 2, "sync_wait_seconds": sync_wait}
         kwargs = sticky if strategy == "sticky_session" else {}
         self.driver = RouterDriver(
             build_strategy(RouterConfig(strategy=strategy, strategy_kwargs=kwargs)),

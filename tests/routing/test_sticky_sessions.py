@@ -125,16 +125,15 @@ def test_an_ended_session_with_live_requests_is_forgotten_after_the_last() -> No
     assert strategy.generator_of("mine") is None
 
 
-def test_the_config_names_the_fallback_and_the_bounds() -> None:
+def test_the_config_names_the_bounds() -> None:
     config = RouterConfig(
         strategy="sticky_session",
-        strategy_kwargs={"max_sessions": 7, "sync_wait_seconds": 0.5, "fallback": "round_robin"},
+        strategy_kwargs={"max_sessions": 7, "sync_wait_seconds": 0.5},
     )
     assert isinstance(build_strategy(config), StickySession)
     for wrong, reason in (
         ({"max_sessions": 0}, "max_sessions must be at least 1"),
         ({"sync_wait_seconds": -1}, "sync_wait_seconds must be >= 0"),
-        ({"fallback": "nearest"}, "'nearest' names nothing"),
         ({"bound": 3}, "strategy_kwargs do not fit"),
     ):
         with pytest.raises(ConfigError, match=reason):

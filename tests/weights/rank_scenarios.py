@@ -178,17 +178,14 @@ def verified_engines(rank: int, directory: Path) -> dict[str, Any]:
         return lambda: verify(publication, engine.served_shards(), dist.group.WORLD)
 
     def replicated_part(damaged: bool) -> Any:
-        """Both ranks hold the embedding's first rows; rank 0 counts them, and the rest too."""
+        """Both ranks hold the whole embedding, in two boxes."""
         engine = Engine(rank, 2, shapes=CUT_SHAPES)
         engine.load(tensors.items())
         shards = [shard for shard in engine.served_shards() if shard.name != EMBEDDING]
-        rows = tensors[EMBEDDING][:2].clone()
-        if damaged and rank == 1:
-            rows[1, 1] += 1
-        box: dict[str, Any] = {"name": EMBEDDING, "global_shape": CUT_SHAPES[EMBEDDING]}
-        shards.append(TensorShard(data=rows, offset=(0, 0), counted=rank == 0, **box))
-        if rank == 0:
-            shards.append(TensorShard(data=tensors[EMBEDDING][2:], offset=(2, 0), **box))
+        for first, rows in zip((0, 2), tensors[EMBEDDING].clone().split([2, len(tensors[EMBEDDING]) - 2]), strict=True):
+            if damaged and rank == 1 and not first:
+                rows[1, 1] += 1
+            shards.append(TensorShard(name=EMBEDDING, data=rows, global_shape=CUT_SHAPES[EMBEDDING], offset=(first, 0)))
         return lambda: verify(publication, shards, dist.group.WORLD)
 
     result = {
@@ -197,8 +194,8 @@ def verified_engines(rank: int, directory: Path) -> dict[str, Any]:
         "errors": {
             "column shard": error_of(check(BY_COLUMNS)),
             "head": error_of(check(LM_HEAD)),
-            "counted norm": error_of(check(NORM, on=0)),
-            "replicated norm": error_of(check(NORM, on=1)),
+            "norm of rank 0": error_of(check(NORM, on=0)),
+            "norm of rank 1": error_of(check(NORM, on=1)),
             "replicated part": error_of(replicated_part(damaged=True)),
         },
     }

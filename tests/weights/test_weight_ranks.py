@@ -89,9 +89,9 @@ def test_a_sharded_engine_is_verified_to_the_same_number_on_both_ranks(results: 
     [
         ("column shard", f"{BY_COLUMNS} is not what was published"),
         ("head", f"{LM_HEAD} is not what was published"),
-        ("counted norm", f"{NORM} is not what was published"),
-        ("replicated norm", f"the replica of {NORM} is not what was published (rank 1)"),
-        ("replicated part", f"the replica of {EMBEDDING} at (0, 0) is not what the rank that counts it has (rank 1)"),
+        ("norm of rank 0", f"{NORM} is not what was published"),
+        ("norm of rank 1", f"{NORM} is not what was published"),
+        ("replicated part", f"{EMBEDDING} is not what was published"),
     ],
 )
 def test_damage_on_one_rank_is_refused_on_both(results: Results, damage: str, sentence: str) -> None:
@@ -101,7 +101,7 @@ def test_damage_on_one_rank_is_refused_on_both(results: Results, damage: str, se
         assert sentence in error
 
 
-def test_a_replicated_part_is_compared_with_the_one_that_counts(results: Results) -> None:
+def test_a_tensor_that_every_rank_holds_is_verified(results: Results) -> None:
     for result in results:
         assert result["verified_engines"]["with replicated part"] == result["verified_engines"]["fingerprint"]
 

@@ -30,7 +30,7 @@ from titan_rl.metrics.timeline import Pulse
 from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.rpc.requests import RequestServer
-from titan_rl.types import Completion, GenerationRequest, Piece
+from titan_rl.types import Completion, GenerationRequest
 from titan_rl.weights.manifest import Publication, PullReport
 
 FATAL_EXIT_CODE = 70
@@ -61,7 +61,6 @@ class Generator(RequestServer):
         self._relay: MeshClient | None = None
         self._refused: Publication | None = None  # what came to this host is not what was published
         self._loop: EngineLoop | None = None
-        self._event_loop: asyncio.AbstractEventLoop | None = None
         self._failure: TitanError | None = None  # why this generator can serve no more
         self._failed = asyncio.Event()  # set with it
         self._exiting: asyncio.Task[None] | None = None  # kept, so that the task is not collected
@@ -77,14 +76,14 @@ class Generator(RequestServer):
         """
         self._rank0 = Connection(rank0, what=f"{self._name}.{{}} of rank 0")
         await Generator.set_peers.answer(self, relay)
-        self._event_loop = asyncio.get_running_loop()
+        tell = asyncio.get_running_loop().call_soon_threadsafe  # what the engine thread has to say
         self._loop = make_engine_loop(
             self._config,
             model_path=self._model_path,
             device=self._device,
-            on_completions=self._completed,
-            on_pieces=self._sampled,
-            on_fatal=self._loop_ended,
+            on_completions=lambda completions: tell(self._completed, completions),
+            on_pieces=lambda pieces: tell(self.send_pieces, pieces),
+            on_fatal=lambda error: tell(self._loop_ended, error),
         )
         started = time.monotonic()
         await self._outcome(self._loop.start())
@@ -195,22 +194,11 @@ class Generator(RequestServer):
         return type(error)(f"{self._name}: {error}")
 
     def _completed(self, completions: list[Completion]) -> None:
-        """From the engine thread."""
-        assert self._event_loop is not None
-        named = [replace(completion, generator=self._name) for completion in completions]
-        self._event_loop.call_soon_threadsafe(self.answer, named)
-
-    def _sampled(self, pieces: list[Piece]) -> None:
-        """From the engine thread."""
-        assert self._event_loop is not None
-        self._event_loop.call_soon_threadsafe(self.send_pieces, pieces)
+        self.answer([replace(completion, generator=self._name) for completion in completions])
 
     def _loop_ended(self, error: BaseException) -> None:
-        """From the engine thread, once: the loop is over."""
-        assert self._event_loop is not None
         _log.error("the engine loop of %s rank %d failed", self._name, self._rank, exc_info=error)
-        cause = GeneratorFailed(f"{self._name} rank {self._rank} failed: {type(error).__name__}: {error}")
-        self._event_loop.call_soon_threadsafe(self._fail, cause)
+        self._fail(GeneratorFailed(f"{self._name} rank {self._rank} failed: {type(error).__name__}: {error}"))
 
     def _fail(self, cause: GeneratorFailed) -> None:
         """Fail all open requests and calls, then end the process. Keeps the first cause: later errors, such as a broken

@@ -306,10 +306,6 @@ class RelayClient(MeshClient):
 
     actor_class = WeightRelay
 
-    def __init__(self, host: str, *, start_seconds: float) -> None:
-        super().__init__(f"the relay on {host}", start_seconds=start_seconds)
-        self.host = host
-
 
 def _chunk_bytes(nbytes: int) -> int:
     """The same on every host."""

@@ -15,9 +15,6 @@ A sample is flat bytes, little-endian; its numbers travel in its reference. The 
 
 - A source returns exactly the stored samples or raises `SampleError` with the group's id: it copies the bytes first and
   then verifies the copy. The samples belong to the caller and do not change when the stored ones are released.
-
-Not done: recycling files saves 30 to 60 ms in a step of a million tokens, and nothing in one of 3,000. A mask packed
-into bits saves 5 % of the bytes and costs more time than their copy.
 """
 
 from __future__ import annotations

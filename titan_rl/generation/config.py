@@ -8,7 +8,6 @@ from typing import Literal
 
 from titan_rl.bounds import Count, Positive
 from titan_rl.errors import ConfigError
-from titan_rl.processes import RENDEZVOUS
 
 DETERMINISTIC_RANKS = 2
 """Most tensor-parallel ranks on CPU whose sums do not depend on the order of additions."""
@@ -21,9 +20,6 @@ ENGINES = {
     "simulated": "titan_rl.generation.simulated_engine:simulated_engine",
 }
 """Short names of `GeneratorConfig.engine`."""
-
-LINEARS = ("auto", "plain", "packed")
-"""Short names of `GeneratorConfig.linear`."""
 
 MAY_DIFFER = (
     "count",
@@ -100,10 +96,10 @@ class GeneratorConfig:
     engine: str = "vllm"
     """"vllm", "simulated" (takes no time and makes its tokens up; for what stands above an engine), or
     `pkg.mod:function` of `(config, model_path, device)` that returns an `Engine`."""
-    linear: str = "auto"
+    linear: Literal["auto", "plain", "packed"] = "auto"
     """How linear layers are computed on CPU: "plain" (`F.linear` on the live weight), "packed" (oneDNN's layout, which
     new weights are stored in: faster products; plain where the CPU cannot pack the dtype), "auto" (packed from a hidden
-    size of 192 on), or `pkg.mod:function` of `(x, weight, bias)`."""
+    size of 192 on)."""
     deterministic: bool = False
     """The engine's part of the run's `deterministic`, which turns it on. Then tokens and logprobs of a request depend
     on nothing but the request and the weights: not on the batch, the order of arrival, which generator serves it,
@@ -113,10 +109,6 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         if self.engine == "simulated" and self.tensor_parallel > 1:
             raise ConfigError(f"a simulated engine needs generator.tensor_parallel = 1, got {self.tensor_parallel}")
-        if self.deterministic and self.linear not in LINEARS:
-            raise ConfigError(
-                f"deterministic computes linear layers in a way of its own, not with generator.linear {self.linear!r}"
-            )
         if self.deterministic and self.keep_prefix_cache:
             raise ConfigError(
                 "deterministic needs generator.keep_prefix_cache = false: with it, logprobs depend on what a generator "
@@ -153,16 +145,8 @@ def _required(device: str, tensor_parallel: int, deterministic: bool) -> dict[st
 
 
 def check_environment(device: str, *, tensor_parallel: int, deterministic: bool = False) -> None:
-    """Raises ConfigError, naming the variables, where an engine's environment is not in place."""
+    """Raises ConfigError, naming the variables, where `generator_environment` is not in place."""
     required = _required(device, tensor_parallel, deterministic)
     wrong = [f"{name}={value}" for name, value in required.items() if os.environ.get(name) != value]
     if wrong:
         raise ConfigError(f"a generator process must be started with {' '.join(wrong)}")
-    needed = ("RANK", "LOCAL_RANK", *((RENDEZVOUS,) if tensor_parallel > 1 else ()))
-    missing = [name for name in needed if name not in os.environ]
-    if missing:
-        raise ConfigError(f"a generator process needs {', '.join(missing)} in its environment")
-    if os.environ.get("WORLD_SIZE") != str(tensor_parallel):
-        raise ConfigError(
-            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')!r}, but generator.tensor_parallel is {tensor_parallel}"
-        )

@@ -75,9 +75,9 @@ class EngineLoop:
         burst_steps: int,
         heartbeat_seconds: float,
         first_step_seconds: float = 0.0,
-        on_completions: Callable[[list[Completion]], None],
-        on_pieces: Callable[[list[Piece]], None],
-        on_fatal: Callable[[BaseException], None],
+        on_completions: Callable[[list[Completion]], object],
+        on_pieces: Callable[[list[Piece]], object],
+        on_fatal: Callable[[BaseException], object],
     ) -> None:
         self._make_lockstep = make_lockstep
         self._rank = rank
@@ -361,9 +361,9 @@ def make_engine_loop(
     *,
     model_path: Path,
     device: str,
-    on_completions: Callable[[list[Completion]], None],
-    on_pieces: Callable[[list[Piece]], None],
-    on_fatal: Callable[[BaseException], None],
+    on_completions: Callable[[list[Completion]], object],
+    on_pieces: Callable[[list[Piece]], object],
+    on_fatal: Callable[[BaseException], object],
 ) -> EngineLoop:
     """The engine loop of this process, whose environment must be that of `join_world`."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -95,7 +95,6 @@ class HostControl:
                     try:
                         await self._join({name: worker})
                         self._supervisor.say(f"{name} ({worker}) is back")
-                        self._supervisor.place_again()
                         await self._supervisor.start_missing()
                     except TitanError as error:
                         _log.info("%s", error)
@@ -171,14 +170,12 @@ class HostControl:
         joined = self._names_for(workers)
         await self._join(joined)
         self.workers |= joined
-        supervisor.place_again()
         await supervisor.start_missing()  # what had no room before comes first
         new = [f"generator{self._generators_ever + number}" for number in range(sum(map(self._fits, joined)))]
         while new and not {*new} <= {*table.trial([*table.fleet, *new]).names}:
             new.pop()
         self._generators_ever += len(new)
         table.fleet += new
-        supervisor.place_again()
         await supervisor.router.resize(table.to_serve())
         await supervisor.start_missing()
         lines = [

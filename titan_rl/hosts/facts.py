@@ -61,7 +61,7 @@ class HostFacts:
 def detect_host(environ: Mapping[str, str] = os.environ, *, name: str = "host0", address: str = "") -> HostFacts:
     """Detect this host's resources without torch: from `/proc`, the scheduler, and `nvidia-smi` if it is installed.
     Raises ConfigError if no network interface of this host has the address."""
-    memory = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    memory = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     listing = _nvidia_smi()
     devices = visible_devices(listing, environ.get("CUDA_VISIBLE_DEVICES"))
     rows = [row for row in _rows(listing) if int(row[0]) in devices]
@@ -125,10 +125,6 @@ def _nvidia_smi() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout if result.returncode == 0 else ""
-
-
-def _read(file: Path) -> str:
-    return file.read_text() if file.exists() else ""
 
 
 def _interface_of(address: str) -> str:

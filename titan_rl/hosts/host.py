@@ -292,9 +292,8 @@ class AttachedHost(Host):
     async def try_rdma(self, say: Callable[[str], None]) -> None:
         if not is_ibverbs_available():
             return
-        assert self._agent is not None
         try:
-            memory = await self._agent.call(CALL_SECONDS, HostAgent.offer_memory)
+            memory = await self._call(HostAgent.offer_memory)
             reading = memory.read_into(memoryview(bytearray(memory.size())), timeout=int(CALL_SECONDS))
             await bounded(reading, what="the first read", seconds=CALL_SECONDS)
         except Exception as error:  # of Monarch, of its libraries, or of the agent
@@ -318,13 +317,11 @@ class AttachedHost(Host):
         await self._ask(HostAgent.remove_segments, channel)
 
     async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
-        agent = self._agent
-        assert agent is not None
         if tiny is not None:
-            await agent.call(CALL_SECONDS, HostAgent.make_policy, tiny, str(model_path))
+            await self._call(HostAgent.make_policy, tiny, str(model_path))
         same = (str(model_path), *imports)
         here = await asyncio.to_thread(lambda: [digest_of(each) for each in same])
-        there = await agent.call(CALL_SECONDS, HostAgent.digests, same)
+        there = await self._call(HostAgent.digests, same)
         for what, mine, theirs in zip(same, here, there, strict=True):
             if not theirs:
                 raise ConfigError(f"{self.label} has no {what}: put it there, at the same path")
@@ -332,8 +329,7 @@ class AttachedHost(Host):
                 raise ConfigError(f"{self.label} has another {what} than this host: copy it there")
 
     async def require_sees(self, run_directory: Path) -> None:
-        assert self._agent is not None
-        (there,) = await self._agent.call(CALL_SECONDS, HostAgent.digests, (str(run_directory),))
+        (there,) = await self._call(HostAgent.digests, (str(run_directory),))
         if not there:
             raise ConfigError(
                 f"{self.label} does not see {run_directory}, where the trainer writes checkpoints: choose a "
@@ -358,23 +354,24 @@ class AttachedHost(Host):
         if self._logs is not None:
             await asyncio.to_thread(self._logs.close, CALL_SECONDS / 2)
 
+    async def _call(self, endpoint: Any, *args: Any, seconds: float | None = CALL_SECONDS) -> Any:
+        assert self._agent is not None
+        return await self._agent.call(seconds, endpoint, *args)
+
     async def _ask(self, endpoint: Any, *args: Any) -> None:
         """A host that is lost has nothing left to be asked for."""
-        assert self._agent is not None
         try:
-            await self._agent.call(CALL_SECONDS, endpoint, *args)
+            await self._call(endpoint, *args)
         except TitanError as error:
             _log.warning("%s", error)
 
     async def _watch_pulses(self) -> None:
-        agent = self._agent
-        assert agent is not None
         pace = Pace(self._silent_seconds)
 
         async def pulse() -> list[Pulse]:
             with pace as log_bytes:
                 room = self._logs is None or self._logs.has_room
-                return [await agent.call(None, HostAgent.pulse, log_bytes if room else 0)]
+                return [await self._call(HostAgent.pulse, log_bytes if room else 0, seconds=None)]
 
         try:
             await until_still(pulse, self._silent_seconds)

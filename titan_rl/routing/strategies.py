@@ -166,29 +166,23 @@ class StickySession:
     """Keeps a session on its generator, even under load, so that its prefix cache is used.
 
     If the generator pauses (a pull), the session's requests wait for it, at most `sync_wait_seconds`. If it leaves, or
-    the wait is over, the fallback strategy chooses a new generator, where the session then stays. At most
-    `max_sessions` sessions without live requests are remembered; the least recently used is dropped first. A session
-    with live requests is never dropped. The fallback strategy also chooses for requests without a session.
+    the wait is over, `LeastLoaded` chooses a new generator, where the session then stays. At most `max_sessions`
+    sessions without live requests are remembered; the least recently used is dropped first. A session with live
+    requests is never dropped. `LeastLoaded` also chooses for requests without a session.
 
     Args:
         max_sessions: sessions without live requests to remember.
         sync_wait_seconds: how long a request waits for its session's generator to come back; 0: not at all.
-        fallback: short name or `pkg.mod:Class` of the strategy for new sessions.
     """
 
-    def __init__(
-        self, *, max_sessions: int = 100_000, sync_wait_seconds: float = 5.0, fallback: str = "least_loaded"
-    ) -> None:
+    def __init__(self, *, max_sessions: int = 100_000, sync_wait_seconds: float = 5.0) -> None:
         if max_sessions < 1:
             raise ConfigError(f"router.strategy_kwargs.max_sessions must be at least 1, got {max_sessions}")
         if sync_wait_seconds < 0:
             raise ConfigError(f"router.strategy_kwargs.sync_wait_seconds must be >= 0, got {sync_wait_seconds}")
         self._max_sessions = max_sessions
         self._sync_wait_seconds = sync_wait_seconds
-        try:
-            self._fallback: RoutingStrategy = import_name(fallback, SHORT_NAMES)()
-        except ConfigError as error:
-            raise ConfigError(f"router.strategy_kwargs.fallback: {error}") from error
+        self._fallback = LeastLoaded()
         self._versions: dict[str, PolicyVersion] = {}  # of those that serve now
         self._paused: set[str] = set()
         self._live: dict[str, _Session] = {}

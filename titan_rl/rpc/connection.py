@@ -35,7 +35,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
 
 import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-from monarch.actor import Actor, ActorError, Channel, concurrent_endpoint
+from monarch.actor import Actor, ActorError, Channel, PortReceiver, concurrent_endpoint
 
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, TitanError
 from titan_rl.metrics.timeline import Pulse, memory, timeline
@@ -99,20 +99,10 @@ async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
         raise CallTimeout(f"{what}: no answer within {seconds:g} s") from error
 
 
-class _Receiver:
-    """The receiving end of a port. Monarch's own `recv` runs Python in one of Monarch's threads, which waits for this
+async def recv(receiver: PortReceiver[bytes]) -> Any:
+    """The next message of a port. Monarch's own `recv` runs Python in one of Monarch's threads, which waits for this
     thread's interpreter lock: a fifth of what a message costs."""
-
-    def __init__(self, receiver: Any) -> None:
-        self._next = receiver._receiver.recv_task
-
-    async def recv(self) -> bytes:
-        return cast(bytes, (await self._next().spawn_handle()).decode())
-
-
-def _open_port() -> tuple[Any, _Receiver]:
-    port, receiver = Channel[bytes].open()
-    return port, _Receiver(receiver)
+    return pickle.loads((await receiver._receiver.recv_task().spawn_handle()).decode())
 
 
 def _dumps(item: object) -> bytes:
@@ -177,12 +167,12 @@ class ConnectedActor(Actor):
     async def connect(self, address: bytes) -> None:
         """Answer the calls of the client with this pickled reply port until it disconnects or this process ends."""
         reply = pickle.loads(address)
-        port, receiver = _open_port()
+        port, receiver = Channel[bytes].open()
         reply.send(cloudpickle.dumps(port))
-        outcomes = Outbox(reply.send)
-        _caller.set(Caller(outcomes))  # for the tasks below
+        outcomes = Caller(reply.send)
+        _caller.set(outcomes)  # for the tasks below
         with suppress(asyncio.CancelledError):  # the actor is being stopped
-            while (calls := pickle.loads(await receiver.recv())) is not None:
+            while (calls := await recv(receiver)) is not None:
                 for number, name, arguments in calls:
                     if number is None:  # told: it does not wait, so it needs no task
                         await _answer(self, number, name, arguments, outcomes)
@@ -192,17 +182,15 @@ class ConnectedActor(Actor):
                     task.add_done_callback(_answering.discard)
 
 
-class Caller:
+class Caller(Outbox):
     """The client whose call an endpoint answers. One object per connection."""
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
-        self.who = ""
-        """Name of the client's mesh, if it said so."""
+    who = ""
+    """Name of the client's mesh, if it said so."""
 
     def push(self, item: object) -> None:
         """Send the client an item that is not the outcome of a call. If the client is gone, the item is lost."""
-        self._outbox.put((None, _dumps(item)))
+        self.put((None, _dumps(item)))
 
 
 _caller: ContextVar[Caller] = ContextVar("caller")
@@ -360,7 +348,7 @@ class _Link:
         self.task = asyncio.get_running_loop().create_task(self._connect(actor))
 
     async def _connect(self, actor: Any) -> None:
-        port, receiver = _open_port()
+        port, receiver = Channel[bytes].open()
         reason = "the connection was closed"
         try:
             call = actor.connect.call_one(cloudpickle.dumps(port))
@@ -374,10 +362,10 @@ class _Link:
         finally:
             self._connection.ended(self, reason)
 
-    async def _receive(self, receiver: _Receiver) -> None:
-        self.outbox.open(pickle.loads(await receiver.recv()).send)
+    async def _receive(self, receiver: PortReceiver[bytes]) -> None:
+        self.outbox.open((await recv(receiver)).send)
         while True:
-            for number, pickled in pickle.loads(await receiver.recv()):
+            for number, pickled in await recv(receiver):
                 self._connection.received(self, number, pickled)
 
 

@@ -24,7 +24,7 @@ from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.gateway.config import GatewayConfig, listen
-from titan_rl.generation.config import ENGINES, LINEARS, refuse_more_ranks
+from titan_rl.generation.config import ENGINES, refuse_more_ranks
 from titan_rl.hosts.facts import HostFacts, transport
 from titan_rl.importing import import_name, user_code
 from titan_rl.loop.stages import FILTERS
@@ -110,7 +110,6 @@ def _serving_checks(config: RunConfig, host: HostFacts, *, serving: bool = False
         partial(_policy, config, host),
         partial(_generator, config, host, serving=serving),
         partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
-        partial(_named, config, "generator.linear", dict.fromkeys(LINEARS)),
         partial(_strategy, config),
         partial(_directory, "logging.directory", config.logging.directory),
     )

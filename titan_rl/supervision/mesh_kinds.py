@@ -142,7 +142,9 @@ class MeshKind:
         """It came up while others were. Its handle is not all that they have to know."""
 
     async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
-        """It is lost."""
+        """It is lost. Nobody waits any more for what it has asked the router for."""
+        if Kind.ROUTER in self.calls:
+            await self.router.client_lost(mesh.name)
 
     async def announce_end(self, mesh: ManagedMesh, reason: str) -> None:
         """It will not be back."""
@@ -241,7 +243,7 @@ class RelayKind(MeshKind):
     lost_with = "the weights that it is bringing to its host"
 
     def client(self, plan: MeshPlan) -> RelayClient:
-        return RelayClient(plan.hosts[0], start_seconds=self.start_seconds)
+        return RelayClient(f"the relay on {plan.hosts[0]}", start_seconds=self.start_seconds)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
         return {"host": mesh.plan.hosts[0]}
@@ -292,9 +294,6 @@ class GatewayKind(MeshKind):
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         return {"router": self.table.handle("router")}
 
-    async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
-        await self.router.client_lost(mesh.name)
-
 
 class RolloutKind(MeshKind):
     actor = RolloutWorker
@@ -316,9 +315,6 @@ class RolloutKind(MeshKind):
 
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         return {"router": self.table.handle("router"), "gateway": self.table.handle("gateway")}
-
-    async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
-        await self.router.client_lost(mesh.name)
 
 
 KINDS: dict[Kind, type[MeshKind]] = {

@@ -353,8 +353,9 @@ class Supervisor:
         await self._set_up(mesh)
 
     async def start_missing(self) -> None:
-        """Start what has a place, but neither is up nor starts, also a generator that was given up. One call at a
-        time."""
+        """Place what has no place yet, and start what has one, but neither is up nor starts, also a generator that was
+        given up. One call at a time."""
+        self.place_again()
         missing = [mesh for mesh in self.table.placed if mesh.is_idle]
         for mesh in missing:
             mesh.revive()

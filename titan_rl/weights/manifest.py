@@ -27,7 +27,7 @@ TIED = ((LM_HEAD, EMBEDDING),)
 class TensorShard:
     """A box of a global tensor, held by this rank.
 
-    Over all ranks the shards with `counted=True` of one name cover every element exactly once.
+    Over all ranks that publish, the shards with `counted=True` of one name cover every element exactly once.
     """
 
     name: str
@@ -39,7 +39,7 @@ class TensorShard:
     offset: tuple[int, ...]
     """Global index of the box's first element, one entry per dimension."""
     counted: bool = True
-    """False on a replica whose box another rank already counts (it is written once and checked locally)."""
+    """False on a replica whose box another rank publishes."""
 
     @staticmethod
     def whole(name: str, data: Tensor) -> TensorShard:

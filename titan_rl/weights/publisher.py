@@ -188,8 +188,8 @@ class SharedMemoryPublisher:
         """The same layout on all ranks, of the names that any rank has. Kept for as long as no rank's names change."""
         described = (shapes, dtype, aliases)
         if self._ranks.any(self._layout_of != described):
-            everyones = self._ranks.gather(described)
-            self._layout = self._ranks.together(what, lambda: _merged_layout(everyones))
+            everyones = self._ranks.gather(shapes)
+            self._layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, aliases))
             self._layout_of = described
         assert self._layout is not None
         return self._layout
@@ -245,12 +245,10 @@ def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dty
 
 
 def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
-    """Raises WeightsError for a shard outside its tensor or a name with two shapes."""
+    """Raises WeightsError for a shard outside its tensor."""
     shapes: Shapes = {}
     for shard in shards:
-        shape = tuple(shard.global_shape)
-        if shapes.setdefault(shard.name, shape) != shape:
-            raise WeightsError(f"{shard.name} comes as {shapes[shard.name]} and as {shape}")
+        shape = shapes[shard.name] = tuple(shard.global_shape)
         try:
             check_box(shard.data.shape, shape, shard.offset)
         except WeightsError as error:
@@ -258,13 +256,10 @@ def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
     return shapes
 
 
-def _merged_layout(everyones: list[tuple[Shapes, torch.dtype, Aliases]]) -> Manifest:
+def _merged_layout(everyones: list[Shapes], dtype: torch.dtype, aliases: Aliases) -> Manifest:
     """One layout from what every rank has."""
     shapes: Shapes = {}
-    _, dtype, aliases = everyones[0]
-    for rank, (theirs, their_dtype, their_aliases) in enumerate(everyones):
-        if (their_dtype, their_aliases) != (dtype, aliases):
-            raise WeightsError(f"rank {rank} serves {their_dtype} {their_aliases}, rank 0 {dtype} {aliases}")
+    for rank, theirs in enumerate(everyones):
         for name, shape in theirs.items():
             if shapes.setdefault(name, shape) != shape:
                 raise WeightsError(f"{name} is {shape} on rank {rank} and {shapes[name]} on a lower one")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 
 _NAMED = 6
 """Problems that an error names; the rest is counted."""
-
-_Box = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Name, offset, shape."""
 
 
 class SharedMemoryReader:
@@ -94,8 +90,8 @@ def verify(publication: Publication, served: Iterable[TensorShard], group: Proce
     Args:
         publication: what was loaded.
         served: this rank's views of the weights that its engine computes with, aliases under their own names.
-            Shards with `counted` are summed over the ranks. A replica is compared with the manifest where it is a
-            whole tensor, and with the counted shard of the same box where it is a part.
+            They are summed over the ranks. A tensor of which ranks hold replicas, each element as often as the others,
+            must sum to as many times its fingerprint.
         group: the engine's ranks, with a backend that takes CPU tensors. None: one rank.
 
     Returns:
@@ -108,44 +104,26 @@ def verify(publication: Publication, served: Iterable[TensorShard], group: Proce
     ranks = Ranks(group)
     expected = _expected(publication.manifest)
     what = f"{publication.channel} {publication.version} is not what the engine computes with"
-    mine = ranks.together(what, lambda: _look(expected, served))
-    # Per tensor the counted fingerprints and elements; then the number of problems and of replicas of parts.
-    sums = torch.tensor(
-        [signed(value) for value in mine.fingerprints]
-        + mine.elements
-        + [len(mine.problems), len(mine.partial_replicas)],
-        dtype=torch.int64,
-    )
+    mine, problems = ranks.together(what, lambda: _look(expected, served))
+    sums = torch.tensor([*mine, len(problems)], dtype=torch.int64)
     ranks.add(sums)
-    *totals, problems, partial_replicas = sums.tolist()
+    *totals, any_problems = sums.tolist()
     found = []
-    if problems:
-        everyones = ranks.gather(mine.problems)
+    if any_problems:
+        everyones = ranks.gather(problems)
         found += [f"{each} (rank {rank})" for rank, theirs in enumerate(everyones) for each in theirs]
-    if partial_replicas:
-        found += _compare_replicas(ranks.gather((mine.counted, mine.partial_replicas)))
     count = len(expected)
     for (name, entry), fingerprint, elements in zip(expected.items(), totals[:count], totals[count:], strict=True):
         size = math.prod(entry.shape)
-        if elements != size:
+        copies, rest = divmod(elements, max(size, 1))
+        if rest or size > elements:
             found.append(f"{name} is missing" if not elements else f"{name} has {elements} of {size} elements")
-        elif unsigned(fingerprint) != entry.fingerprint:
+        elif unsigned(fingerprint) != unsigned(copies * entry.fingerprint):
             found.append(f"{name} is not what was published")
     if found:
         more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise WeightsError(f"{what}: {'; '.join(found[:_NAMED])}{more}")
     return combined_fingerprint(publication.manifest)
-
-
-@dataclass(slots=True)
-class _Findings:
-    """What one rank saw; lists are in the order of the expected tensors."""
-
-    fingerprints: list[int]
-    elements: list[int]
-    problems: list[str] = field(default_factory=list)
-    counted: dict[_Box, int] = field(default_factory=dict)
-    partial_replicas: dict[_Box, int] = field(default_factory=dict)
 
 
 def _expected(manifest: Manifest) -> dict[str, TensorEntry]:
@@ -154,43 +132,24 @@ def _expected(manifest: Manifest) -> dict[str, TensorEntry]:
     return expected | {alias: expected[name] for alias, name in manifest.aliases}
 
 
-def _look(expected: dict[str, TensorEntry], served: Iterable[TensorShard]) -> _Findings:
-    indices = {name: index for index, name in enumerate(expected)}
-    findings = _Findings([0] * len(expected), [0] * len(expected))
-    looked: list[tuple[TensorShard, Tensor]] = []
+def _look(expected: dict[str, TensorEntry], served: Iterable[TensorShard]) -> tuple[list[int], list[str]]:
+    """Of this rank: the fingerprint of what it holds of each expected tensor, then how many elements that is; and
+    problems."""
+    fingerprints, elements = dict.fromkeys(expected, 0), dict.fromkeys(expected, 0)
+    problems: list[str] = []
+    looked: list[tuple[str, Tensor]] = []
     for shard in served:
         entry = expected.get(shard.name)
         if entry is None:
-            findings.problems.append(f"{shard.name} was never published")
+            problems.append(f"{shard.name} was never published")
             continue
         dtype, shape = str(shard.data.dtype).removeprefix("torch."), tuple(shard.global_shape)
         if (dtype, shape) != (entry.dtype, entry.shape):
-            findings.problems.append(f"{shard.name} is {dtype} {shape}, published as {entry.dtype} {entry.shape}")
+            problems.append(f"{shard.name} is {dtype} {shape}, published as {entry.dtype} {entry.shape}")
             continue
-        looked.append((shard, shard_sum(shard.data, shape, shard.offset)))
+        looked.append((shard.name, shard_sum(shard.data, shape, shard.offset)))
+        elements[shard.name] += shard.data.numel()
     sums = torch.stack([each for _, each in looked]).tolist() if looked else []  # the only read from a device
-    for (shard, _), fingerprint in zip(looked, map(unsigned, sums), strict=True):
-        entry = expected[shard.name]
-        box = (shard.name, tuple(shard.offset), shard.shape)
-        if shard.counted:
-            index = indices[shard.name]
-            findings.fingerprints[index] += fingerprint
-            findings.elements[index] += shard.data.numel()
-            findings.counted[box] = fingerprint
-        elif shard.shape != entry.shape:
-            findings.partial_replicas[box] = fingerprint
-        elif fingerprint != entry.fingerprint:
-            findings.problems.append(f"the replica of {shard.name} is not what was published")
-    return findings
-
-
-def _compare_replicas(everyones: list[tuple[dict[_Box, int], dict[_Box, int]]]) -> list[str]:
-    counted: dict[_Box, int] = {}
-    for theirs, _ in everyones:
-        counted |= theirs
-    return [
-        f"the replica of {box[0]} at {box[1]} is not what the rank that counts it has (rank {rank})"
-        for rank, (_, replicas) in enumerate(everyones)
-        for box, fingerprint in replicas.items()
-        if counted.get(box) != fingerprint
-    ]
+    for (name, _), fingerprint in zip(looked, sums, strict=True):
+        fingerprints[name] += fingerprint
+    return [*map(signed, fingerprints.values()), *elements.values()], problems

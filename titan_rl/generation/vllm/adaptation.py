@@ -60,7 +60,6 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttenti
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.packed import PackedMatrix, packed
-from titan_rl.importing import import_name
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`(x [M, K], weight [N, K], bias [N] or None) -> [M, N]`."""
@@ -68,7 +67,6 @@ LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 DETERMINISTIC = "deterministic"
 """Rows that do not depend on each other; the function depends on the layer."""
 AUTO, PACKED, PLAIN = "auto", "packed", "plain"
-_FUNCTIONS = {PLAIN: "torch.nn.functional:linear"}
 
 PACKED_FROM = 192
 """Hidden size from which "auto" is packed; smaller products gain nothing."""
@@ -136,13 +134,8 @@ def linear_of(config: GeneratorConfig, model_path: Path) -> str:
 
 
 def adapt_linear(name: str) -> Linears:
-    """Choose how linear layers of engines built from now on are computed on CPU: by `linear_of`'s name. Raises
-    ConfigError if it cannot be imported."""
-    if name == DETERMINISTIC:
-        linears = Linears(deterministic_linear_of)
-    else:
-        function: LinearFunction = import_name(PLAIN if name == PACKED else name, _FUNCTIONS)
-        linears = Linears(lambda layer: function, packs=name == PACKED)
+    """Choose how linear layers of engines built from now on are computed on CPU: by `linear_of`'s name."""
+    linears = Linears(deterministic_linear_of if name == DETERMINISTIC else lambda layer: linear, packs=name == PACKED)
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         if layer.weight.ndim != 2:

@@ -100,7 +100,6 @@ class VllmEngine(Engine):
     def __init__(self, config: GeneratorConfig, model_path: str | Path, device: str = "cpu") -> None:
         check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
         self._device = device
-        self._rank = int(os.environ["RANK"])
         self._linears = _adapt(config, Path(model_path)) if device == "cpu" else None
         tqdm.set_lock(threading.RLock())  # its own is in shared memory: a killed process leaves it behind
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
@@ -209,10 +208,10 @@ class VllmEngine(Engine):
         named = {LM_HEAD: whole[EMBEDDING], **whole} if EMBEDDING in whole and self._tied else whole
         if not self._shards:
             self.model.load_weights(whole.items())
-            weights.check_places(named, weights.served_shards(self.model, self._rank, packed=False))
+            weights.check_places(named, weights.served_shards(self.model, packed=False))
             if self._linears is not None:
                 self._linears.drop_originals(self.model)
-            self._shards = list(weights.served_shards(self.model, self._rank))
+            self._shards = list(weights.served_shards(self.model))
         weights.load(named, self._shards)
         self._serve(version)
 
@@ -220,7 +219,7 @@ class VllmEngine(Engine):
         # A generator function: an error is raised during verification, where all ranks learn of it.
         if self._linears is not None:
             self._linears.check(self.model)
-        shards = list(weights.served_shards(self.model, self._rank))
+        shards = list(weights.served_shards(self.model))
         self._shards = self._shards and shards  # they come from vLLM's own loader first
         yield from shards
 

@@ -40,10 +40,9 @@ class _Part(NamedTuple):
     global_rows: int
     first: int
     """Global index of this rank's first row."""
-    counted: bool = True
 
 
-def served_shards(model: torch.nn.Module, tp_rank: int, *, packed: bool = True) -> Iterator[TensorShard]:
+def served_shards(model: torch.nn.Module, *, packed: bool = True) -> Iterator[TensorShard]:
     """This rank's shards of every weight of a vLLM language model. Raises WeightsError for parameters in an unknown
     layout. With `packed` false those that packed matrices were made from, instead of these."""
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
@@ -67,7 +66,7 @@ def served_shards(model: torch.nn.Module, tp_rank: int, *, packed: bool = True) 
                 rows, columns = data.shape
                 yield from _rows(data, name, [_Part(path, rows, rows, 0)], module.input_size, module.tp_rank * columns)
             elif kind in (RowParallelLinear, ReplicatedLinear, RMSNorm):
-                yield from _rows(data, name, [_Part(path, data.shape[0], data.shape[0], 0, tp_rank == 0)])
+                yield from _rows(data, name, [_Part(path, data.shape[0], data.shape[0], 0)])
             else:
                 raise WeightsError(
                     f"{path}.{name}: the layout of {kind.__name__} is unknown, so its weights cannot be verified"
@@ -120,7 +119,6 @@ def _rows(
                 data=box,
                 global_shape=(part.global_rows, columns or data.shape[-1])[: len(data.shape)],
                 offset=offset[: len(data.shape)],
-                counted=part.counted,
             )
             done += rows
         start = end
@@ -135,17 +133,16 @@ def _vocabulary(path: str, module: VocabParallelEmbedding) -> _Part:
 
 def _attention_heads(names: list[str], module: QKVParallelLinear) -> list[_Part]:
     """Query heads are split over all ranks. So are key and value heads, unless there are fewer than ranks: then several
-    ranks hold the same head, and one of them counts it."""
+    ranks hold the same head."""
     query, key, value = names
     q_rows = module.num_heads * module.head_size
     k_rows = module.num_kv_heads * module.head_size
     v_rows = module.num_kv_heads * module.v_head_size
-    replicas = module.num_kv_head_replicas
-    kv_rank, counted = module.tp_rank // replicas, module.tp_rank % replicas == 0
+    kv_rank = module.tp_rank // module.num_kv_head_replicas
     return [
         _Part(query, q_rows, module.total_num_heads * module.head_size, module.tp_rank * q_rows),
-        _Part(key, k_rows, module.total_num_kv_heads * module.head_size, kv_rank * k_rows, counted),
-        _Part(value, v_rows, module.total_num_kv_heads * module.v_head_size, kv_rank * v_rows, counted),
+        _Part(key, k_rows, module.total_num_kv_heads * module.head_size, kv_rank * k_rows),
+        _Part(value, v_rows, module.total_num_kv_heads * module.v_head_size, kv_rank * v_rows),
     ]
 
 
