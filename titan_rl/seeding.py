@@ -33,5 +33,4 @@ def request_seed(run_seed: int, purpose: Purpose, group_id: int, sample: int, pr
 
 
 def prompt_digest(token_ids: Sequence[int] | np.ndarray) -> str:
-    """Names the tokens of a prompt."""
     return hashlib.blake2b(np.asarray(token_ids, dtype=np.int32).tobytes(), digest_size=16).hexdigest()

@@ -50,8 +50,6 @@ TRUSTED = "Trusted networks only: whoever reaches a port of the run can run any 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a job starts."""
-
     name: str
     directory: Path
     """Of the job, on a file system that all nodes share; the run is below it."""
@@ -61,7 +59,6 @@ class Start:
     """Bytes of /dev/shm that the run takes on a host."""
 
     def command(self, python: str) -> list[str]:
-        """The command of every node."""
         own = ("--logging.directory", str(self.directory), "--resume", "auto", "--trusted-network")
         return [python, "-m", "titan_rl.train", *self.arguments, *own]
 
@@ -204,7 +201,6 @@ _OF_THE_JOB = {"--resume", _DRY_RUN, "--help", "placement.hosts", "placement.tru
 
 
 def main(arguments: Sequence[str], *, prog: str) -> int:
-    """Returns the exit code."""
     kind, *words = arguments or ("--help",)
     if kind in ("-h", "--help"):
         print(f"usage: {prog} KIND --nodes N --trusted-network [OPTIONS] -- ARGUMENTS\n")

@@ -78,8 +78,6 @@ SAMPLED_ARRAYS: dict[str, np.dtype[Any]] = {
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
-
     STOP = "stop"
     """The engine sampled a stop token; it is the last of `token_ids`."""
     LENGTH = "length"
@@ -89,8 +87,6 @@ class FinishReason(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a rollout ended."""
-
     STOP = "stop"
     """The policy ended its only turn."""
     LENGTH = "length"
@@ -108,7 +104,6 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     """`rollout.seconds` were over, or user code took longer than `environment.step_seconds`."""
     ABORT = "abort"
-    """A request was aborted."""
 
 
 EXACT_MATCH = "exact_match"
@@ -214,7 +209,6 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
         return self.offset + len(self.token_ids)
 
     @staticmethod

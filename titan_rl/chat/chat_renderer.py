@@ -150,7 +150,6 @@ def _declared(tools: Tools) -> list[dict[str, Any]] | None:
 
 
 def _tool_call(parsed: Any) -> ToolCall:
-    """A `ParsedToolCall` of the library as our own."""
     name, arguments, problem = parsed.name or "", parsed.arguments, ""
     if parsed.status != "ok":
         problem = f"the tool call could not be read ({parsed.status.replace('_', ' ')}): {parsed.raw}"

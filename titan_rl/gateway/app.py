@@ -61,7 +61,6 @@ After that it is cut off."""
 
 
 def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: ApiKeys) -> FastAPI:
-    """The app, for any ASGI server."""
     app = FastAPI(title="titan_rl gateway", docs_url=None, redoc_url=None)
     metrics = GatewayMetrics()
     app.include_router(routes(Sampler(fleet, policy, metrics, max_choices=config.max_choices)))

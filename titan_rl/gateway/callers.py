@@ -50,7 +50,6 @@ class Caller:
 
     @contextmanager
     def call_open(self) -> Iterator[None]:
-        """Context of an open call."""
         yield
 
     def prompt(self, content: Chat | str | list[int]) -> Prompt:

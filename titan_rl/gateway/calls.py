@@ -49,8 +49,6 @@ LONGEST_PROBLEM = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
-    """What a gateway serves."""
-
     name: str
     """That clients give as `model`."""
     renderer: Renderer
@@ -128,8 +126,6 @@ class CompletionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One completion, read."""
-
     completion: Completion
     """Without tokens sampled after a stop text."""
     message: Message
@@ -146,9 +142,7 @@ class Delta:
     """Of the choice: first those of the first prompt, then those of the second, …"""
     first: bool
     prompt: list[int]
-    """Of the choice."""
     text: str
-    """Of the message's content."""
     tokens: list[int]
     token_texts: list[str]
     """Of each token by itself; empty unless the call wants logprobs."""

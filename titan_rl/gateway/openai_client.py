@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import openai
 
 AT_ONCE = 64
-"""Calls that are open at a time."""
 ANSWER_SECONDS = 600.0
 RETRIES = 4
 """Of a call that a busy server did not answer."""
@@ -31,8 +30,6 @@ LONGEST_REFUSAL = 300
 
 
 class ChatServer:
-    """A policy behind `/chat/completions`."""
-
     def __init__(self, url: str, *, model: str = "", api_key: str = "") -> None:
         """
         Args:

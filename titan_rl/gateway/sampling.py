@@ -101,7 +101,6 @@ class Sampler:
             caller.on_end(requests)
 
     def _count(self, call: CompletionCall, last: Sequence[Delta]) -> None:
-        """Count the tokens of choices by their last deltas."""
         choices = (delta.choice for delta in last if delta.choice is not None)
         self._metrics.completion_tokens.inc(sum(len(choice.completion.token_ids) for choice in choices))
         self._metrics.prompt_tokens.inc(sum(len(delta.prompt) for delta in last if delta.index % call.choices == 0))
@@ -155,7 +154,6 @@ class SampleStream:
             await _cancel([self._open[index]])
 
     async def aclose(self) -> None:
-        """Nothing more is wanted."""
         self._ended.remove_done_callback(self._caller_ended)
         await _cancel(list(self._open.values()))
 
@@ -254,8 +252,6 @@ def _return(done: list[tuple[asyncio.Future[Any], Any, Exception | None]]) -> No
 
 
 class GatewayMetrics:
-    """What one gateway counts, in Prometheus' text format."""
-
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
 

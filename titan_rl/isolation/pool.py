@@ -59,19 +59,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A call without an answer."""
-
     number: int
     call: UserCall
     frame: bytes
-    """The call as it is sent."""
     future: asyncio.Future[Any]
 
 
 @dataclass(slots=True, eq=False)
 class _Fork:
-    """A process that answers calls."""
-
     concurrent: bool
     """Runs `async def` functions, many at a time."""
     seconds: float
@@ -97,8 +92,6 @@ class _Fork:
 
 
 class UserCodePool:
-    """Runs the user code of one environment."""
-
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
         self._server: ForkServerClient | None = None
@@ -134,7 +127,6 @@ class UserCodePool:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is not answered yet."""
         return bool(self._open)
 
     async def call(self, call: UserCall) -> Any:
@@ -233,7 +225,6 @@ class UserCodePool:
             self._timer = asyncio.get_running_loop().call_later(self._setup.step_seconds, self._kill_late)
 
     def _kill_late(self) -> None:
-        """Kill forks that have not answered in time."""
         self._timer = None
         now = asyncio.get_running_loop().time()
         busy = [fork for fork in self._forks if fork.calls and not fork.late]

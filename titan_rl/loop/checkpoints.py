@@ -104,7 +104,6 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
 
     async def cut_if_due(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
-        """`cut`, if it is time for a checkpoint."""
         every = self._system.config.checkpoint.every
         if every and ledger.buffer.trainer_version.step % every == 0:
             await self.cut(ledger, publications, activity)

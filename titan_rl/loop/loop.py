@@ -266,7 +266,6 @@ class TrainingLoop:
         return GroupOutcome(Untrainable.EQUAL_REWARDS if len(report.rewards) <= 1 else None, rewards, report.solved)
 
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:
-        """Count a group that has ended."""
         if self.summary.stopped_early:
             return
         if (why := outcome.untrainable) is None:

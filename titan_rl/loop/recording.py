@@ -62,8 +62,6 @@ def choose_evaluated(step: int, reports: Sequence[GroupReport]) -> list[RolloutR
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Of one step."""
-
     step: int
     chosen: list[RolloutRecord]
     described: asyncio.Future[list[RolloutRecord]]
@@ -127,7 +125,6 @@ class Recorder:
 
 
 def _samples_of(chosen: Sequence[RolloutRecord], reports: Sequence[GroupReport]) -> list[SampleName]:
-    """Names of the samples of these rollouts."""
     by_id = {report.group_id: report for report in reports}
     return [
         (ref.group_id, ref.sample)

@@ -17,8 +17,6 @@ from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
 
 @dataclass(slots=True)
 class System:
-    """The running parts."""
-
     config: RunConfig
     model_path: Path
     trainer: TrainerClient
@@ -56,7 +54,6 @@ class System:
         )
 
     def demonstration_group(self, step: int) -> GroupRequest:
-        """The demonstrations of one warm-up step."""
         return GroupRequest(
             group_id=step,
             purpose=Purpose.DEMONSTRATE,

@@ -49,11 +49,9 @@ class Publications:
         self._pushing: set[asyncio.Future[Publication]] = set()
 
     def __getitem__(self, version: PolicyVersion) -> Publication:
-        """A live one."""
         return self._live[version]
 
     def __contains__(self, version: PolicyVersion) -> bool:
-        """Whether it is live."""
         return version in self._live
 
     def held_by(self, holder: str) -> list[PolicyVersion]:
@@ -121,7 +119,6 @@ class Publications:
         self._holders[version].add(holder)
 
     async def release(self, version: PolicyVersion, holder: str) -> None:
-        """End the hold of `holder`."""
         self._holders[version].remove(holder)
         await self._free_if_unneeded(version)
 

@@ -47,10 +47,7 @@ PlainMessage = dict[str, Any]
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
-    """One answer of the policy."""
-
     request: str = ""
-    """Id of the request."""
     seed: int = 0
     generator: str = ""
     finish: str = ""
@@ -60,8 +57,6 @@ class TurnRecord(msgspec.Struct, frozen=True):
 
 
 class BranchRecord(msgspec.Struct, frozen=True):
-    """One sample, token by token."""
-
     token_ids: list[int]
     trained: list[int]
     """1 where trained."""
@@ -80,7 +75,6 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     purpose: Purpose
     group: int
-    """Its id."""
     attempt: int = 0
     sample: int
     """Number within the group."""
@@ -186,7 +180,6 @@ class RolloutWriter:
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
-        """Something cannot be recorded."""
         _log.warning("not recorded", exc_info=error)
         if not self._failed:
             self._failed = True

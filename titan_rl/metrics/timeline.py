@@ -115,8 +115,6 @@ class Pulse(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of the main lane."""
-
     name: str
     waits_for: str
     """Empty: it is work."""
@@ -136,7 +134,6 @@ class MainLane:
         """Seconds, up to the last turn or cut."""
 
     def turn(self, now: float, name: str, waits_for: str) -> None:
-        """From now on it does this."""
         self._count(now)
         self._doing = (name, waits_for)
         if now - self._since >= max(GRAIN_SECONDS, GRAIN_SHARE * (now - self._born)):
@@ -332,4 +329,3 @@ class WatchedSelector(selectors.DefaultSelector):
 
 
 timeline = Timeline()
-"""Of this process."""

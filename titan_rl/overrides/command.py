@@ -135,7 +135,6 @@ class Verb:
 
 
 def print_error(prog: str, message: object) -> None:
-    """One line on standard error."""
     print(f"{prog}: {' '.join(str(message).split())}", file=sys.stderr)
 
 

@@ -33,7 +33,6 @@ Table = dict[str, Any]
 
 
 def get_setting(config: Any, key: str) -> Any:
-    """The value of a setting by its dotted name."""
     for name in key.split("."):
         config = getattr(config, name)
     return config
@@ -101,7 +100,6 @@ _NAMES = {int: "an integer", float: "a finite number", bool: "true or false", st
 
 
 def describe(hint: Any) -> str:
-    """A type in words, with its bounds."""
     if hint in _NAMES:
         return _NAMES[hint]
     if get_origin(hint) is Annotated:

@@ -56,8 +56,6 @@ class Resource(StrEnum):
 
 
 class Work(NamedTuple):
-    """What a run has trained."""
-
     train_seconds: float = 0.0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
@@ -81,8 +79,6 @@ def seconds_needed(scenario: Scenario, work: Work) -> dict[Resource, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a simulated run came to."""
-
     scenario: Scenario
     seconds: float
     """Until the last step was trained."""
@@ -122,7 +118,6 @@ class Result:
 
 
 def simulate(scenario: Scenario) -> Result:
-    """Run the scenario to its last step."""
     return _Simulation(scenario).run()
 
 

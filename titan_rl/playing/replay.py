@@ -1,11 +1,17 @@
-"""`titan-rl replay RUN --group 417`: play a recorded group again, and compare it token by token with its record.
+"""usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
+       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
 
-A replay is a resume of the run in a scratch directory, from its newest checkpoint before the step that trained the
-group. It ends after that step, evaluates nothing and saves nothing. All groups of the step are sampled again, also
-those that the checkpoint holds as finished. The run's own directory is only read.
+Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
+say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
+
+RUN is a run directory; it is only read. It is resumed in a scratch directory, from its newest checkpoint before the
+step that trained the group, and ends after that step. All groups of the step are sampled again, also those that the
+checkpoint holds as finished. Settings may change as for --resume, such as --generator.count 1.
 
 Request ids, generators, attempts and the incarnation of versions belong to one play, so they are not compared. Nor are
 messages where there are several branches: those of the last answer are recorded, and which one that is may be chance.
+
+exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started
 """
 
 from __future__ import annotations
@@ -52,7 +58,6 @@ NOT_DETERMINISTIC = (
 
 
 def _act(command: Command, prog: str) -> int:
-    """Replay and compare; returns the exit code."""
     run = find(Path(command.word("run: its directory"))).run
     recorded = _recorded(run, command.values)
     step = recorded[0].step
@@ -109,7 +114,6 @@ def difference(recorded: Sequence[RolloutRecord], replayed: Sequence[RolloutReco
 
 
 def difference_of_numbers(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> str:
-    """The same of the step's numbers."""
     for name in NUMBERS:
         if recorded.get(name) != replayed.get(name):
             return f"{name}: recorded {recorded.get(name)!r}, replayed {replayed.get(name)!r}"
@@ -210,16 +214,7 @@ def _scratch(kept: Path | None) -> Path:
 
 VERB = Verb(
     act=_act,
-    about="""
-usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
-       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
-
-Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
-say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
-
-RUN is a run directory; it is only read. Settings may change as for --resume, such as --generator.count 1.
-
-exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started""",
+    about=__doc__,
     options={
         "--group N": "the group to compare",
         "--step N": "compare all recorded groups of this step",

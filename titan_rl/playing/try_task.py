@@ -1,7 +1,12 @@
-"""`titan-rl try TASK`: plays a task without training, for a person to read.
+"""usage: {prog} TASK [--policy POLICY] [--prompts N] [--held-out] [--environment.kwargs.NAME VALUE ...]
 
-What plays it is a demonstration of the task's own, a person who types, a server or a checkpoint. What is played, and
-who grades it, is what a run would use (`policies`). Demonstrations, typing and servers load neither torch nor Monarch.
+Play a task without training: prompts, tools, rewards and stop reasons on the screen. What is played, and who grades it,
+is what a run would use. Demonstrations, typing and servers load neither torch nor Monarch.
+
+TASK is file.py (where it has one task), file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run
+directory.
+
+exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong task or settings
 """
 
 from __future__ import annotations
@@ -96,7 +101,6 @@ class Person:
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self) -> None:
-        """The next rollout's conversation begins."""
         self.shown = 0
         self._conversation = []
 
@@ -368,15 +372,7 @@ def _demonstrates(config: RunConfig) -> bool:
 VERB = Verb(
     act=_act,
     config=lambda command: None,
-    about="""
-usage: {prog} TASK [--policy POLICY] [--prompts N] [--held-out] [--environment.kwargs.NAME VALUE ...]
-
-Play a task without training: prompts, tools, rewards and stop reasons on the screen.
-
-TASK is file.py (where it has one task), file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run
-directory.
-
-exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong task or settings""",
+    about=__doc__,
     options={
         "--policy POLICY": "demonstrations: the task's own (default, if it has some); typed: by you; "
         "http://HOST:PORT/v1: a server with OpenAI's API; a run, one of its checkpoints, or a Hugging Face directory",

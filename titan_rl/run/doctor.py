@@ -1,7 +1,10 @@
-"""What is wrong with this host whatever the run, and what to do about it.
+"""usage: {prog}
 
-Every start asks `quick_problems`, which cost milliseconds; `titan-rl doctor` asks for the rest, and changes nothing.
-What one run needs here, such as descriptors and ports, `titan-rl train --dry-run` looks at.
+Look at this host: versions, cores, memory, devices, what dead runs have left. Says what to do about each problem, and
+changes nothing. `titan-rl train --dry-run` says whether a run would start here: what it needs, such as descriptors and
+ports, and the part of this that costs milliseconds (`quick_problems`).
+
+exit codes: 0 nothing would stop every run; 1 something would
 """
 
 from __future__ import annotations
@@ -47,8 +50,6 @@ _TITLE = re.compile(r"titan_rl \S+ rank \d+ \(\S+ of (?P<owner>[^)]+)\)")
 
 
 class Severity(StrEnum):
-    """How serious a problem is."""
-
     ERROR = "error"
     """The run is refused on any host."""
     ABSENT = "absent"
@@ -60,8 +61,6 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is wrong with a run."""
-
     sentence: str
     severity: Severity = Severity.ERROR
 
@@ -246,13 +245,7 @@ def _act(command: Command, prog: str) -> int:
 
 VERB = Verb(
     act=_act,
-    about="""
-usage: {prog}
-
-Look at this host: versions, cores, memory, devices, what dead runs have left. Says what to do about each problem, and
-changes nothing. `titan-rl train --dry-run` says whether a run would start here.
-
-exit codes: 0 nothing would stop every run; 1 something would""",
+    about=__doc__,
     options={},
     takes_settings=False,
 )

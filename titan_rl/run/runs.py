@@ -73,7 +73,6 @@ class Resume:
     """A run that goes on."""
 
     run: Path
-    """Its directory."""
     chosen: Checkpoint | None = None
     """None: the newest sound one."""
 
@@ -133,7 +132,6 @@ def write_config(directory: Path, config: RunConfig) -> None:
 
 
 def how_to_go_on(run: Path) -> str:
-    """What can be done with a run that has ended."""
     newest = next(reversed(checkpoints(run)), None)
     command = f"titan-rl train --resume {shlex.quote(str(run))}"
     if not (run / CONFIG).is_file():
@@ -190,7 +188,6 @@ class Difference:
 
 
 def differences(before: RunConfig, now: RunConfig) -> list[Difference]:
-    """Settings that differ."""
     old, new = (dict(flat(dataclasses.asdict(config))) for config in (before, now))
     return [
         Difference(name, old.get(name), new.get(name))
@@ -209,8 +206,6 @@ def check_differences(found: Sequence[Difference], run: Path) -> None:
 
 
 class State(StrEnum):
-    """What has become of a run."""
-
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -223,8 +218,6 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """One line of the list."""
-
     directory: Path
     state: State
     how: str

@@ -62,8 +62,6 @@ _log = logging.getLogger(__name__)
 
 
 class Training:
-    """Of one run directory."""
-
     def __init__(
         self, config: RunConfig, directory: Path, checkpoint: Checkpoint | None, console: Console, *, replay_until: int
     ) -> None:
@@ -187,7 +185,6 @@ class Training:
         )
 
     def _saves(self, loop: TrainingLoop, system: System) -> dict[str, Save]:
-        """What is saved when the loop has ended."""
 
         async def save_weights() -> str:
             if not loop.has_weights:

@@ -58,8 +58,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one optimizer step trains."""
-
     version: PolicyVersion
     """Of the trainer, before the step."""
     groups: tuple[Group, ...]

@@ -67,7 +67,6 @@ class GroupBuffer:
         self._undecided: dict[int, None] = {}  # in the order in which they ended, where that decides
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {
             "knobs": asdict(self.limits),
             "logical_time": self._time.state_dict(),
@@ -200,7 +199,6 @@ class GroupBuffer:
         return groups
 
     def start(self, group_id: int) -> Group:
-        """The group's rollouts begin."""
         return self._move(group_id, GroupState.RUNNING, GroupState.WAITING)
 
     def finish(self, group_id: int, oldest: PolicyVersion | None) -> Group:

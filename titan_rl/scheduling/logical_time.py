@@ -35,7 +35,6 @@ class LogicalTime:
         self._ended: dict[int, bool] = {}  # not decided yet: whether trainable
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {"decided": self._decided, "trainable": self._trainable, "ended": dict(self._ended)}
 
     @classmethod
@@ -51,11 +50,9 @@ class LogicalTime:
         return self._trainable // self._limits.groups_per_step
 
     def free_slots(self, admitted: int) -> int:
-        """How many groups may be admitted now."""
         return self._limits.slots - (admitted - self._decided) - self._trainable % self._limits.groups_per_step
 
     def expected(self, admitted: int) -> int:
-        """Groups that were trained or may be."""
         return self._trainable + admitted - self._decided
 
     def end(self, group_id: int, *, trainable: bool) -> None:
@@ -70,7 +67,6 @@ class LogicalTime:
             )
 
     def waits(self, group_id: int) -> bool:
-        """Whether a group has ended and is not decided."""
         return group_id in self._ended
 
     def decide(self) -> int | None:

@@ -65,8 +65,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class MeshState:
-    """A mesh as the panel shows it."""
-
     doing: str
     since: float
     """When its start began."""
@@ -134,7 +132,6 @@ class RunDisplay:
             mesh.took = now - mesh.since
 
     def on_begin(self, span: Span) -> None:
-        """Show a span until it ends."""
         self._training = True
         self._spans[span] = None
 

@@ -93,7 +93,6 @@ def late(run: Run, name: str) -> float | None:
 
 
 def _largest_reward(run: Run, default: float = 1.0) -> float:
-    """Of the recorded rollouts."""
     return max((rollout.reward for rollout in run.rollouts), default=default)
 
 

@@ -71,8 +71,6 @@ _log = logging.getLogger(__name__)
 
 
 class RecordedSpan(NamedTuple):
-    """One piece of work, or one wait."""
-
     name: str
     lane: str
     began: float
@@ -178,8 +176,6 @@ Kind = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One mesh."""
-
     mesh: str
     ranks: int
     shares: dict[Kind, list[float]] = field(default_factory=dict)
