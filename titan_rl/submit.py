@@ -5,12 +5,7 @@ Every node runs `python -m titan_rl.train …` with RANK, WORLD_SIZE, MASTER_ADD
 (`hosts.worker`): rank 0 is the controller, every other rank a worker. A job that is started again goes on, because each
 start has `--resume auto`, in a directory that belongs to this job alone.
 
-- Slurm takes the job back (preemption, `scontrol requeue`): every process gets SIGTERM, the run saves, and Slurm queues
-  the job again. When the time is nearly over every process gets SIGHUP: the run saves, exits with 129, and the script
-  queues the job again. A job that fails, is done or is cancelled stays where it is. Ranks meet on a port that was free
-  on the first node, so several jobs may share a node.
-- On Kubernetes a pod that is evicted or fails is started again. If it was rank 0's, the others fail and are started
-  again too, and the run goes on from its newest checkpoint. A NetworkPolicy lets nobody but these pods reach them.
+`run/README.md` says what becomes of a job that is taken back, fails or runs out of time.
 
 Monarch's job classes are not used (0.7); its workers and its attachment are. SlurmJob names one port before it has
 nodes, so two jobs on a node collide. Its workers end at the SIGTERM by which Slurm takes a job back, before a trainer

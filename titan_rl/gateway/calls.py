@@ -155,12 +155,8 @@ class Fleet(Protocol):
     """The generators behind the gateway."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """One completion. Cancelling the call aborts the engine's work.
-
-        Raises:
-            RequestError: the request is invalid.
-            TitanError: nobody can serve it; the cause is in the message.
-        """
+        """One completion. Cancelling the call aborts the engine's work. Raises RequestError: the request is invalid;
+        TitanError: nobody can serve it."""
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         """The same in pieces, as they are sampled, and then whole. Closing it aborts the engine's work."""

@@ -189,11 +189,7 @@ class ForkServerClient:
 
     async def start(self) -> TaskInfo:
         """Spawn the fork server and wait until it has made its environment. If that fails, the fork server is stopped.
-
-        Raises:
-            ConfigError: the environment refused its arguments.
-            TaskError: the environment could not be imported or made, or not within `start_seconds`.
-        """
+        Raises ConfigError: the environment refused its arguments; TaskError: it could not be made in time."""
         name, seconds = self._setup.name, self._setup.start_seconds
         try:
             async with asyncio.timeout(seconds):

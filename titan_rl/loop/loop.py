@@ -289,8 +289,10 @@ class TrainingLoop:
 
     async def _step_and_cut(self, batch: Batch) -> None:
         await self._step(batch)
-        if batch.version < self._buffer.trainer_version and not self._schedule.all_trained() and self._checkpoints:
-            await self._checkpoints.cut_if_due(self.ledger, self._publications, self._activity)
+        version, every = self._buffer.trainer_version, self._system.config.checkpoint.every
+        due = every and version.step % every == 0
+        if due and batch.version < version and not self._schedule.all_trained() and self._checkpoints:
+            await self._checkpoints.cut(self.ledger, self._publications, self._activity)
 
     async def _step(self, batch: Batch) -> None:
         reports = [self._reports[group_id] for group_id in batch.group_ids]

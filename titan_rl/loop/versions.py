@@ -152,11 +152,7 @@ class ServedVersions:
         changed: Callable[[], None],
         warn: Callable[[str], None],
     ) -> None:
-        """
-        Args:
-            until: `TrainingLoop._until`.
-            changed: called when one more version is served.
-        """
+        """`until`: `TrainingLoop._until`. `changed`: called when one more version is served."""
         self._buffer = buffer
         self._publications = publications
         self._router = router

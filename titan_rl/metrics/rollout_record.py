@@ -5,15 +5,13 @@
     controller:  step, why it is recorded, the trainer's scores       then `to_line` for the file
     readers:     `read_record`                                        report, watch, replay
 
-- All lists of a branch have the length of its `token_ids`. `logprobs`, `trainer_logprobs` and `weights` are of trained
-  tokens only: null, and 0 for weights, everywhere else. A rollout that was not trained (of an evaluation, or failed)
-  has null in the place of the last two lists; its sampled tokens count as `trained`.
+`README.md` says what a line holds. Besides:
+
+- `logprobs`, `trainer_logprobs` and `weights` are of trained tokens only: null, and 0 for weights, everywhere else. A
+  rollout that was not trained (of an evaluation, or failed) has null in the place of the last two lists; its sampled
+  tokens count as `trained`.
 - Numbers that came as float32 are the shortest decimal that reads back as the same float32. What is not finite is null.
-
-A group that was finished before a run went on from a checkpoint has no messages and turns: a checkpoint keeps tokens.
-
-Lines of the file are written together or not at all. A file that cannot be written costs its lines and one sentence,
-never the run: when there is room again, later ones are written.
+- Lines of the file are written together or not at all.
 """
 
 from __future__ import annotations
@@ -153,11 +151,8 @@ class RolloutWriter:
     def __init__(
         self, directory: Path, *, keep_bytes: int = 0, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        """
-        Args:
-            keep_bytes: of a file that is there; what follows them is cut off before the first record is written.
-            warn: called once, when something is not recorded.
-        """
+        """`keep_bytes`: of a file that is there; what follows them is cut off before the first record is written.
+        `warn`: called once, when something is not recorded."""
         self._path = directory / ROLLOUTS
         self._file = JsonLines(self._path)
         self._lock = threading.Lock()

@@ -121,11 +121,7 @@ VERB = Verb(
 
 
 def plan(config: PlanConfig) -> list[dict[str, Any]]:
-    """One row per combination, as plain data.
-
-    Raises:
-        ConfigError: values that are wrong or do not fit together.
-    """
+    """One row per combination, as plain data. Raises ConfigError."""
     lengths = read_lengths(config.lengths, config.seed)
     colocated = simulate(_scenario(config, lengths, config.devices, config.devices))
     rows: list[dict[str, Any]] = []

@@ -198,11 +198,7 @@ class PlannedEngine:
         self._next_boundary(now)
 
     def boundary(self) -> tuple[list[Sequence], PolicyVersion | None]:
-        """Time is `due`.
-
-        Returns:
-            The requests that finished, and the version if one has just been loaded.
-        """
+        """Time is `due`. Returns the requests that finished, and the version if one has just been loaded."""
         now, loaded = self.due, self._loading
         finished: list[Sequence] = []
         if loaded is not None:

@@ -58,8 +58,6 @@ CONFIDENCE = 0.95
 _Z = 1.959963984540054  # of the normal distribution, two-sided
 RESAMPLES = 10_000
 """Of the bootstrap: its own error in a bound is then about a fiftieth of the interval."""
-_AT_ONCE = 1 << 22
-"""Numbers that the bootstrap holds at a time."""
 INTERVAL = "95 % interval"
 
 Values = dict[int, float]
@@ -102,13 +100,9 @@ def mean(values: Sequence[float], seed: int = 0) -> Estimate:
         raise ValueError("no values")
     numbers = np.asarray(values, dtype=np.float64)
     draw = np.random.default_rng(seed)
-    rows = max(1, _AT_ONCE // len(numbers))
-    means: list[np.ndarray] = []
-    for first in range(0, RESAMPLES, rows):
-        drawn = draw.integers(len(numbers), size=(min(rows, RESAMPLES - first), len(numbers)))
-        means.append(numbers[drawn].mean(axis=1))
+    means = [numbers[draw.integers(len(numbers), size=len(numbers))].mean() for _ in range(RESAMPLES)]
     tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    low, high = np.quantile(means, [tail, 1 - tail])
     return Estimate(float(numbers.mean()), float(low), float(high))
 
 
@@ -170,12 +164,8 @@ def estimate(values: Values) -> Estimate:
 
 async def play(player: Player, scores: Scores, *, samples: int, temperature: float | None, results: TextIO) -> None:
     """Play all held-out prompts, greedily and `samples` times. Every rollout is a line of `results`, as a run records
-    it, with policy and temperature.
-
-    Raises:
-        TaskError: there are no prompts, or no rollout was graded.
-        TitanError: a policy could not answer.
-    """
+    it, with policy and temperature. Raises TaskError: there are no prompts, or no rollout was graded; TitanError: a
+    policy could not answer."""
     if not player.info.held_out:
         raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts to evaluate on")
     free = asyncio.Semaphore(AT_ONCE)

@@ -152,13 +152,10 @@ def run_until_signal(
     from titan_rl.run.run import conduct
 
     async def begin(directory: Path, run_end: RunEnd) -> tuple[int, str]:
-        def on_mesh(mesh: str, doing: str) -> None:
-            print_line(f"{mesh}: {doing}")
-
         options: Options = {
             "run_end": run_end,
             "log_directory": directory / "logs",
-            "on_mesh": on_mesh,
+            "on_mesh": lambda mesh, doing: print_line(f"{mesh}: {doing}"),
             "say": print_line,
         }
         return await run_end.watch(work(directory, options))

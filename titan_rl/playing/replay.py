@@ -27,16 +27,15 @@ from typing import Any
 import msgspec
 
 from titan_rl.config import RunConfig
+from titan_rl.directories import METRICS
 from titan_rl.errors import ConfigError
 from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, directory_of
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_records
-from titan_rl.overrides import Command, Verb, print_error
+from titan_rl.overrides import EXIT_FAILED, Command, Verb, print_error
 from titan_rl.run.runs import Resume, check_differences, differences, find
 from titan_rl.train import check_and_run, config_of_run, resolve, settings_of
 from titan_rl.types import Purpose
-
-EXIT_FAILED = 1
 
 NUMBERS = (
     "groups",
@@ -183,7 +182,7 @@ def _read(run: Path) -> Iterator[RolloutRecord]:
 
 
 def _numbers(run: Path, step: int) -> dict[str, Any]:
-    lines = json_lines(run / "metrics.jsonl")
+    lines = json_lines(run / METRICS)
     return next((line for _, line in lines if line.get("step") == step and "train/loss" in line), {})
 
 

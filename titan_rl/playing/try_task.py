@@ -38,7 +38,7 @@ from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.one_line import counted
-from titan_rl.overrides import EXIT_USAGE, Command, Verb, option_overrides, print_error
+from titan_rl.overrides import EXIT_FAILED, EXIT_USAGE, Command, Verb, option_overrides, print_error
 from titan_rl.playing.policies import (
     first_run,
     number_of,
@@ -59,7 +59,6 @@ from titan_rl.view.conversation import draw_conversations, draw_end, draw_messag
 if TYPE_CHECKING:
     from titan_rl.run.start import Options
 
-EXIT_FAILED = 1
 TYPED, DEMONSTRATIONS = "typed", "demonstrations"
 SHOWN_PROMPTS = 3
 HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends"
@@ -270,10 +269,7 @@ class Trial:
 
 def read_turn(text: str, tools: Sequence[ToolSpec]) -> Message:
     r"""What somebody typed as a message: `/add first=1 second=2` or `/add {"first": 1}` calls a tool, all else is text.
-
-    Raises:
-        ConfigError: a call that cannot be read.
-    """
+    Raises ConfigError: a call that cannot be read."""
     called = re.match(r"/(\w+)\s*(.*)", text, re.DOTALL)
     if called is None or not tools:
         return Message("assistant", text)
@@ -371,7 +367,6 @@ def _demonstrates(config: RunConfig) -> bool:
 
 VERB = Verb(
     act=_act,
-    config=lambda command: None,
     about=__doc__,
     options={
         "--policy POLICY": "demonstrations: the task's own (default, if it has some); typed: by you; "

@@ -28,7 +28,7 @@ from rich.text import Text
 from titan_rl import __version__
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
 from titan_rl.one_line import counted
-from titan_rl.overrides import Command, Verb
+from titan_rl.overrides import EXIT_FAILED, Command, Verb
 from titan_rl.run import cuda
 from titan_rl.supervision.process import PREFIX, dead_scratch
 from titan_rl.supervision.proxy import owner_lives
@@ -41,7 +41,6 @@ LITTLE_DISK = 1 << 30
 """Bytes. With less a run warns that checkpoints may not fit."""
 
 _PIN = re.compile(r"([\w.-]+)==([\w.]+);.*extra == ['\"]cuda['\"]")
-EXIT_FAILED = 1
 LITTLE_MEMORY = 4 << 30
 """Bytes that the quick start's policy takes to train."""
 _GIB = 1 << 30

@@ -1,12 +1,6 @@
 """The runs of a directory: what has become of each (`titan-rl runs`), which one goes on, from which checkpoint, and
 whether its settings may be others than before.
 
-    --resume RUN          a run directory: from its newest checkpoint that is as it was written; from the beginning,
-                          if none was written yet
-    --resume CHECKPOINT   one of its checkpoints
-    --resume auto         the newest unfinished run of this recipe and config, one with a checkpoint first (another may
-                          have failed at its start), or else a new run
-
 Nothing of the run is changed before the trainer has what the checkpoint holds (`begun`). Then checkpoints after the one
 that was taken are removed: the run leaves their way.
 

@@ -65,11 +65,7 @@ class Training:
     def __init__(
         self, config: RunConfig, directory: Path, checkpoint: Checkpoint | None, console: Console, *, replay_until: int
     ) -> None:
-        """
-        Args:
-            checkpoint: from which the run goes on; None: it begins.
-            replay_until: do again what was done, and end after this step; 0: go on.
-        """
+        """`checkpoint`: from which the run goes on; None: it begins. `replay_until`: see `run`."""
         self.saved = NOTHING_SAVED
         """Where the weights are that were saved last, in words."""
         self._config = config

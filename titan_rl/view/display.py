@@ -166,14 +166,8 @@ class RunDisplay:
         reward: float | None = None,
         busy: Mapping[str, float] | None = None,
     ) -> None:
-        """A finished optimizer step.
-
-        Args:
-            numbers: by name, as they are shown.
-            phases: seconds by phase.
-            reward: for the curve.
-            busy: by mesh, the share of its time in which it worked.
-        """
+        """A finished optimizer step: its numbers as they are shown, seconds by phase, the reward for the curve, and by
+        mesh the share of its time in which it worked."""
         now = self._clock()
         self._done, self._phases = step, dict(phases)
         self._numbers |= numbers
