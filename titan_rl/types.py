@@ -175,8 +175,6 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled for one request."""
-
     request_id: str
     token_ids: np.ndarray  # [T] int32, stop token included
     logprobs: np.ndarray  # [T] float32, of the sampled tokens after temperature and truncation
@@ -237,8 +235,6 @@ class ToolSpec(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A policy's attempt to call a function."""
-
     name: str
     arguments: dict[str, Any]
     problem: str = ""
@@ -270,7 +266,6 @@ class Endpoint:
     """Where a program finds the policy for one rollout: an OpenAI-compatible server."""
 
     base_url: str
-    """Such as `http://127.0.0.1:41234/v1`."""
     api_key: str
     """Names the rollout: whatever is asked with this key becomes part of it."""
     model: str

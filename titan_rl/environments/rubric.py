@@ -63,7 +63,6 @@ class Score(NamedTuple):
     reward: float
     """Weighted sum of the trained scores."""
     parts: dict[str, float]
-    """Every score by name, unweighted."""
 
 
 @dataclass(frozen=True, slots=True)

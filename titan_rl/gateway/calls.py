@@ -50,15 +50,12 @@ LONGEST_PROBLEM = 300
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
     name: str
-    """That clients give as `model`."""
     renderer: Renderer
     max_model_len: int
     """Longest prompt and completion together, in tokens."""
 
 
 class Chat(NamedTuple):
-    """A conversation that the policy is to go on with."""
-
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
     """Shown to the policy; only with tools is anything that it says a tool call."""

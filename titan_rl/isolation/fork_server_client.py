@@ -184,7 +184,6 @@ class ForkServerClient:
 
     @property
     def gone(self) -> bool:
-        """Whether it forks no more."""
         return self._closed or self._exited.is_set()
 
     async def start(self) -> TaskInfo:

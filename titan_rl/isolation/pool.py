@@ -4,11 +4,8 @@
                                                                         ──fork──▶ one process per program
 
 - Every call is answered exactly once, even if a process hangs, exits, crashes or cannot be started.
-- An idle process takes a quarter of the waiting calls as its list, or `QUICK_LIST` of quick ones, and answers them in
-  order. Calls of `async def` functions all go to one process, which runs them side by side.
-- A process that sends no answer for `step_seconds` is killed. When a process ends, the first call of its list that it
-  did not answer fails. It never began those behind, which wait again. In the process of `async def` functions each
-  open call may be to blame, so all of them fail.
+- When a process ends, the first call of its list that it did not answer fails. It never began those behind, which wait
+  again. In the process of `async def` functions each open call may be to blame, so all of them fail.
 """
 
 from __future__ import annotations

@@ -57,8 +57,6 @@ Numbered = tuple[int, UserCall]
 
 
 class UserCode:
-    """An environment and everything that is called on it."""
-
     def __init__(self, setup: EnvironmentSetup):
         self._environment = environment = make_environment(setup)
         self._examples = Examples(environment, setup)

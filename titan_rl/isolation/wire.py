@@ -192,16 +192,12 @@ class TaskInfo(NamedTuple):
 
 
 class ExamplePrompt(NamedTuple):
-    """The part of an example that the worker gets."""
-
     prompt: tuple[Message, ...]
     wanted: str = ""
     """Its reference answer as text, for display."""
 
 
 class DemonstrationMessages(NamedTuple):
-    """The part of a demonstration that the worker gets."""
-
     prompt: tuple[Message, ...]
     messages: tuple[Message, ...]
     """What follows."""

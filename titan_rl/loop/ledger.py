@@ -108,7 +108,6 @@ class Ledger:
 
 
 def new_ledger(config: RunConfig, incarnation: int = 0) -> Ledger:
-    """Of a run that begins, or begins again."""
     loop = config.loop
     buffer = GroupBuffer(config.staleness_limits(), version=PolicyVersion(incarnation, 0))
     return Ledger(

@@ -14,10 +14,6 @@ for the buffer's state.
 - A failure in any task ends the run with that error and cancels all other tasks.
 - Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end.
 - A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`).
-
-At max_staleness 0 the next groups are admitted when the step's version is published. That is synchronous training. With
-a `deterministic` config it equals `scripts/minimal_loop.py` bit for bit; above 0 each group is sampled by one version,
-which `scheduling.logical_time` chooses and `versions` has served.
 """
 
 from __future__ import annotations
@@ -248,7 +244,6 @@ class TrainingLoop:
         self._notify()
 
     async def _ended(self, group: Group, report: GroupReport) -> GroupOutcome:
-        """Keep a group to be trained, or release its samples."""
         if not report.samples.trained_tokens:
             await self._system.rollouts.release(report.samples)
             self.records.failed(report)

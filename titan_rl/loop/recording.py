@@ -67,7 +67,6 @@ class Recording:
     described: asyncio.Future[list[RolloutRecord]]
     """The chosen ones whose worker is there."""
     tokens: TokenScoreRecorder
-    """For the trainer to fill."""
 
 
 class Recorder:

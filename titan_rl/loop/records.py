@@ -216,7 +216,7 @@ class StepRecords:
         metrics = {"fleet/lost": float(sum(status.state in GONE for status in fleet))}
         for status in fleet:
             if status.state not in GONE:
-                requests = f"{status.in_flight} request{'s' * (status.in_flight != 1)}"
+                requests = counted(status.in_flight, "request")
                 self._display.mesh(status.name, f"{status.state} {status.version}, {requests}")
             metrics[f"fleet/{status.name}/serving"] = float(status.state.serves)
             for counter in ("load", "in_flight", "served", "failed", "aborted", "aborted_tokens"):
@@ -253,13 +253,11 @@ def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, floa
 # Polls of the meshes.
 
 POLL_SECONDS = 1.0
-"""Least pause between two polls."""
 POLL_SHARE = 0.01
 """Most of the time that polls may take; with many processes they are rarer."""
 ANSWER_SECONDS = 10.0
 
 Pulses = dict[str, list[Pulse]]
-"""Per mesh, of each rank."""
 
 
 def idle_shares(before: Pulses, after: Pulses) -> dict[str, float]:

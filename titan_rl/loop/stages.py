@@ -123,8 +123,7 @@ async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
     groups = [system.held_out_group(prompt, version) for prompt in prompts]
     reports = await system.rollouts.run_groups(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
-    errors = [error for report in reports for error in report.errors]
-    errors += [error for report in reports for error in report.late]
+    errors = [error for report in reports for error in (*report.errors, *report.late)]
     graded = [rollout for rollout in rollouts if not rollout.error]
     if not graded:
         raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")

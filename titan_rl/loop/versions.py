@@ -237,7 +237,6 @@ class ServedVersions:
             self._changed()
 
     def _wanted_now(self) -> list[PolicyVersion]:
-        """Oldest first."""
         publications = self._publications
         evaluated = {*publications.held_by(EVALUATED)}
         newest = {publications.newest.version} if publications.newest is not None else set()

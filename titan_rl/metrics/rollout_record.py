@@ -97,13 +97,11 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     """That trained it, or of the version that was evaluated."""
     kept: tuple[str, ...] = ()
-    """Why it is recorded."""
     advantage: float | None = None
     """None: it was not trained."""
     wanted: str = ""
     """The reference answer."""
     messages: list[PlainMessage] = []
-    """The conversation that was graded."""
     side_conversations: list[list[PlainMessage]] = []
     turns: list[TurnRecord] = []
     branches: list[BranchRecord] = []
@@ -126,15 +124,11 @@ def to_line(record: RolloutRecord, **more: Any) -> bytes:
 
 
 def read_record(line: Mapping[str, Any]) -> RolloutRecord:
-    """The record that a line of the file says. What older runs did not write is missing in it; null is not finite.
-    Raises LookupError, ValueError: it is none."""
-    turns, branches = line.get("turns") or (), line["branches"]
-    sampled = sum(turn.get("tokens", 0) for turn in turns) or sum(sum(branch["trained"]) for branch in branches)
-    parts = {name: math.nan if value is None else value for name, value in (line.get("reward_parts") or {}).items()}
+    """The record that a line of the file says; null is not finite. Raises LookupError, ValueError: it is none."""
+    parts = {name: math.nan if value is None else value for name, value in line["reward_parts"].items()}
     reward = math.nan if line["reward"] is None else line["reward"]
-    older = {"turn_count": len(turns), "branch_count": len(branches), "sampled_tokens": sampled}
     try:
-        return msgspec.convert({**older, **line, "reward": reward, "reward_parts": parts}, RolloutRecord, strict=False)
+        return msgspec.convert({**line, "reward": reward, "reward_parts": parts}, RolloutRecord, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
 

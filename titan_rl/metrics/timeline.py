@@ -140,7 +140,6 @@ class MainLane:
             self._lay_out()
 
     def cut(self, now: float) -> list[Piece]:
-        """All pieces up to now that were not taken before."""
         self._count(now)
         self._lay_out()
         pieces, self._pieces = self._pieces, []
@@ -280,7 +279,6 @@ class Timeline:
         atexit.unregister(self.end)
 
     def write(self) -> None:
-        """Write everything up to now."""
         with self._lock:
             pieces = [] if self._lane is None else self._lane.cut(self._clock())
             events, self._events = self._events, []

@@ -45,8 +45,6 @@ from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 
 
 class Resource(StrEnum):
-    """What can limit a run."""
-
     TRAINER = "trainer"
     """More trainer devices help."""
     GENERATORS = "generators"
@@ -85,7 +83,6 @@ class Result:
     trained_tokens: int
     """Sampled tokens in trained groups."""
     needed: dict[Resource, float]
-    """Least seconds for this work, by resource."""
     ages: dict[int, int]
     """Staleness in steps → groups trained at that age."""
     trained_length: float
@@ -103,7 +100,6 @@ class Result:
 
     @property
     def busiest(self) -> Resource:
-        """The resource that would limit a perfect schedule."""
         return max(self.needed, key=self.needed.__getitem__)
 
     @property

@@ -49,7 +49,6 @@ class Task(NamedTuple):
 
     config: RunConfig
     imports: tuple[str, ...] = ()
-    """The user's modules."""
     given: frozenset[str] = frozenset()
     """Settings that the user named."""
 

@@ -32,6 +32,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, directory_of
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_records
+from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb, print_error
 from titan_rl.run.runs import Resume, check_differences, differences, find
 from titan_rl.train import check_and_run, config_of_run, resolve, settings_of
@@ -85,8 +86,7 @@ def _act(command: Command, prog: str) -> int:
     tokens = sum(len(branch.token_ids) for record in recorded for branch in record.branches)
     groups = sorted({record.group for record in recorded})
     print(
-        f"the same: step {step}, {len(recorded)} rollout{'s' * (len(recorded) != 1)} of group "
-        f"{', '.join(map(str, groups))}: {tokens} "
+        f"the same: step {step}, {counted(len(recorded), 'rollout')} of group {', '.join(map(str, groups))}: {tokens} "
         f"tokens and {numbers} numbers about them; loss and {len(NUMBERS) - 1} other numbers of the step"
     )
     return 0
@@ -177,7 +177,6 @@ def _recorded(run: Path, options: Mapping[str, str]) -> list[RolloutRecord]:
 
 
 def _read(run: Path) -> Iterator[RolloutRecord]:
-    """The recorded rollouts that were trained."""
     return (record for record in read_records(run / ROLLOUTS) if record.purpose is Purpose.TRAIN)
 
 

@@ -204,7 +204,6 @@ def _remains(temporary: Path) -> Iterator[HostFinding]:
 
 
 def _orphans() -> list[int]:
-    """Processes of meshes whose owner is gone."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

@@ -2,8 +2,7 @@
 
 A run that goes on (`resume`) does so in its own directory.
 
-Exit codes: 0 done, 1 failed or not learned, 2 wrong config, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a
-service that is stopped: 0). However a run ends, its directory holds the resolved config, every finished step and the
+However a run ends, its directory holds the resolved config, every finished step and the
 logs, and also the trainer's newest weights if the trainer still lives. No process of the run is left. Its last two
 lines say what ended it, what was saved and how to go on, and where its report is.
 """

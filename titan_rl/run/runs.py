@@ -162,8 +162,6 @@ def unfinished(directory: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A setting that is another one now."""
-
     setting: str
     before: Any
     now: Any
@@ -230,7 +228,6 @@ def list_runs(directory: Path) -> list[ListedRun]:
 
 
 def summarize(run: Path) -> ListedRun:
-    """What the files of a run say about it."""
     ending = json_object(run / ENDING)
     step, score = 0, None
     for _, line in json_lines(run / METRICS, start=-TAIL):

@@ -111,7 +111,6 @@ class GroupBuffer:
 
     @property
     def free_slots(self) -> int:
-        """How many groups may be admitted now."""
         if self.limits.deterministic:
             return self._time.free_slots(self._admitted)
         return self.limits.slots - len(self._groups) - sum(count for _, count in self._unpublished)
@@ -158,7 +157,6 @@ class GroupBuffer:
 
     @property
     def ready(self) -> int:
-        """How many of the P groups of the next batch are there."""
         return len(self._pick())
 
     def waits_for(self) -> str:

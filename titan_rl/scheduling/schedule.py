@@ -83,7 +83,6 @@ class Schedule:
         return rhythm and version.step > self._evaluated
 
     def make_due(self, version: PolicyVersion) -> None:
-        """Queue a version, which is served now, for evaluation."""
         self._due.append(version)
 
     def next_due(self) -> PolicyVersion | None:

@@ -110,7 +110,6 @@ def _block(name: str, data: str) -> str:
 
 
 def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
-    """Everything but rollouts."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     return {
         "version": __version__,

@@ -170,8 +170,6 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All meshes in one window of time."""
-
     window: str
     """STEPS or WHOLE."""
     start: float
@@ -181,7 +179,6 @@ class Timeline:
 
 
 def steps_of(processes: Sequence[Process]) -> list[RecordedSpan]:
-    """The train steps, as the controller saw them."""
     spans = (span for process in processes if process.mesh == "controller" for span in process.others)
     return sorted((span for span in spans if span.lane == "train"), key=lambda span: span.began)
 

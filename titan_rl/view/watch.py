@@ -22,7 +22,6 @@ from titan_rl.overrides import Command, Verb
 from titan_rl.view.conversation import draw_rollout
 
 PAUSE_SECONDS = 1.0
-"""Between two looks at the file."""
 
 
 def _act(command: Command, prog: str) -> int:
