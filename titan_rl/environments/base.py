@@ -212,6 +212,8 @@ class DatasetEnvironment(Environment):
 
     stream = "dataset"
     """Seed namespace of the order of the rows."""
+    settings = ("path", "test_path")
+    """Arguments that hold the rows, for messages."""
 
     def __init__(
         self,
@@ -227,22 +229,22 @@ class DatasetEnvironment(Environment):
         self._rubric = rewards if isinstance(rewards, Rubric) else Rubric(rewards)
         self._columns = (prompt, answer)
         self._system = (Message("system", system),) if system else ()
-        rows = list(self._examples("path", path))
+        rows = list(self._examples(self.settings[0], path))
         if by_text := isinstance(test_path, (str, Path)) and not str(test_path):
             test = [(text, example) for text, example in rows if is_held_out(text)]
         else:
-            test = list(self._examples("test_path", test_path))
+            test = list(self._examples(self.settings[1], test_path))
         tested = {text for text, _ in test}
         self._test = [example for _, example in test]
         self._train = [example for text, example in rows if text not in tested]
         self.size = len(self._train)
-        where, left_out = "environment.kwargs.path", len(rows) - self.size
+        where, left_out = f"environment.kwargs.{self.settings[0]}", len(rows) - self.size
         repeats = len(rows) - len({text for text, _ in rows})
         repeated = f"{repeats} of {len(rows)} rows repeat the prompt of an earlier row"
         if not self._train:
             raise ConfigError(f"{where}: all rows are held out" + f"; {repeated}" * (repeats > 0))
         if left_out and not by_text:
-            self.warning = f"{where}: prompts of test_path are in {left_out} of {len(rows)} rows: not trained"
+            self.warning = f"{where}: prompts of {self.settings[1]} are in {left_out} of {len(rows)} rows: not trained"
         elif repeats * HELD_OUT_SHARE > len(rows):
             self.warning = f"{where}: {repeated}"
         random.Random(derive_seed(self.stream, seed)).shuffle(self._train)
