@@ -127,13 +127,8 @@ class UserCodePool:
         return bool(self._open)
 
     async def call(self, call: UserCall) -> Any:
-        """Run one call. `CallKind` describes its value.
-
-        Raises:
-            TaskError: user code raised or ended its process; or the call does not pickle; or this object is closed.
-            TaskTimeout: user code took too long.
-            ActorGone: the fork server died during the call, which is no fault of user code.
-        """
+        """Run one call. `CallKind` describes its value. Raises TaskError: user code raised, took too long or ended its
+        process; ActorGone: the fork server died during the call, which is no fault of user code."""
         if self._closed:
             raise TaskError(f"{call}: {self._closed}")
         number = next(self._numbers)
@@ -157,11 +152,8 @@ class UserCodePool:
         """Run the environment's `play` for a prompt in its own process, without a time limit; returns a pickled state.
 
         When this returns, all processes that it started are gone. A cancellation ends it. `started`: set when the
-        process is there; it may have waited for others to be forked.
-
-        Raises:
-            TaskError: it raised or ended its process; or this object is closed.
-            ActorGone: the process that it was forked from has died: the rollout is lost, and is to be played again.
+        process is there; it may have waited for others to be forked. Raises as `call`: after ActorGone the rollout is
+        lost, and is to be played again.
         """
         call = UserCall(CallKind.PLAY, purpose, index, endpoint=endpoint)
         try:

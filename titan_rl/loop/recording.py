@@ -75,12 +75,8 @@ class Recorder:
     def __init__(
         self, rollouts: RolloutWorkers, writer: RolloutWriter | None = None, *, each: int = 0, only: int = 0
     ) -> None:
-        """
-        Args:
-            writer: None: nothing is recorded.
-            each: `logging.rollouts`; 0: nothing is recorded.
-            only: the only step that is recorded; 0: all of them.
-        """
+        """`each`: `logging.rollouts`; 0, or no writer: nothing is recorded. `only`: the only step that is recorded; 0:
+        all of them."""
         self._rollouts = rollouts
         self._writer = writer if each else None
         self._each = each

@@ -36,12 +36,8 @@ _log = logging.getLogger(__name__)
 
 
 async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
-    """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0.
-
-    Raises:
-        TaskError: the environment has no demonstrations, or one cannot be made.
-        SamplesLost: demonstrations were lost again and again.
-    """
+    """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0. Raises TaskError: a demonstration
+    cannot be made; SamplesLost: some were lost again and again."""
     steps = system.config.trainer.warmup.steps
     if not steps:
         return

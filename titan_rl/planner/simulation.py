@@ -46,9 +46,7 @@ from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 
 class Resource(StrEnum):
     TRAINER = "trainer"
-    """More trainer devices help."""
     GENERATORS = "generators"
-    """More generators help."""
     SLOTS = "slots"
     """More staleness helps: too few groups are in flight for their length."""
 

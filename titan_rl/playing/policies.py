@@ -103,13 +103,8 @@ def server_at(url: str, command: Command) -> ChatServer:
 
 @asynccontextmanager
 async def weights_player(task: Task, weights: str, options: Options) -> AsyncIterator[Player]:
-    """The task, played by weights through router and generators of its own. Raises ConfigError, TitanError: there are
-    no such weights, or a part did not start.
-
-    Args:
-        weights: a Hugging Face directory, a run or one of its checkpoints.
-        options: where logs go, and who is told.
-    """
+    """The task, played by weights (a Hugging Face directory, a run or one of its checkpoints) through router and
+    generators of its own. Raises ConfigError, TitanError: there are no such weights, or a part did not start."""
     from titan_rl.actors.gateway import RolloutGatewayClient
     from titan_rl.run.start import bring_up
 

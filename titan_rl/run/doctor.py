@@ -93,15 +93,10 @@ def package_problems(package: str) -> Iterator[Problem]:
         )
 
 
-def existing(directory: str) -> Path:
-    """The directory, or the nearest one above it that exists."""
-    place = Path(directory).expanduser().absolute()
-    return next(each for each in (place, *place.parents) if each.exists())
-
-
 def disk_problems(directory: str) -> Iterator[Problem]:
+    place = Path(directory).expanduser().absolute()
     try:
-        disk = shutil.disk_usage(existing(directory))
+        disk = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
     except OSError:  # what cannot be looked at cannot be written either, which is said elsewhere
         return
     if disk.total and disk.free < LITTLE_DISK:

@@ -73,15 +73,9 @@ class Resume:
     def checkpoint(
         self, say: Callable[[str], None], read: Callable[[Path], object] = lambda directory: None
     ) -> Checkpoint | None:
-        """The one that was named, else the newest that is as it was written; None: there is none.
-
-        Args:
-            say: told of those that are passed over.
-            read: raises CheckpointError for one that cannot be read though it is as it was written.
-
-        Raises:
-            ConfigError: there are some, and none of them can be read; or the one that was named cannot.
-        """
+        """The one that was named, else the newest that is as it was written and can be read (`read` raises no
+        CheckpointError); None: there is none. `say`: told of those that are passed over. Raises ConfigError: there are
+        some, and none of them can be read; or the one that was named cannot."""
         if self.chosen is not None:
             try:
                 read(self.chosen.directory)

@@ -198,11 +198,8 @@ class Training:
 async def train_and_save(
     loop: TrainingLoop, meshes: Supervisor, saves: Mapping[str, Save], say: Callable[[str], None]
 ) -> None:
-    """Train to the end, and save what there is, even if training fails or is stopped.
-
-    Args:
-        saves: by what each saves, as "the weights were".
-        say: called with where that is, or why it was not saved.
+    """Train to the end, and save what there is, even if training fails or is stopped. `saves`: by what each saves, as
+    "the weights were".
 
     Raises:
         RollbackNeeded: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.

@@ -140,12 +140,8 @@ class RunDisplay:
 
     def add_group(self, errors: Sequence[str], late: Sequence[str] = ()) -> None:
         """Count a group that was played, and its rollouts that failed. They are printed with the next step's line, or
-        after `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step.
-
-        Args:
-            errors: of the failed rollouts, but those that ran out of time.
-            late: of those. They are printed last, because they may have waited for others.
-        """
+        after `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step. `late`: errors of those that
+        ran out of time. They are printed last, because they may have waited for others."""
         self._groups += 1
         self._groups_failed += bool(errors or late)
         for causes, those in ((self._errors, errors), (self._late, late)):
