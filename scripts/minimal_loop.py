@@ -23,7 +23,7 @@ from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.environments.copy import Copy
 from titan_rl.environments.rubric import Transcript
-from titan_rl.rollout.samples import group_advantages
+from titan_rl.policy.algorithms.base import standardized
 from titan_rl.run.start import start
 from titan_rl.seeding import prompt_digest, request_seed
 from titan_rl.types import (
@@ -85,7 +85,7 @@ def training_sample(
         loss_mask=np.arange(before + len(completion.token_ids)) >= before,
         logprobs=np.concatenate([np.zeros(before, np.float32), completion.logprobs]),
         versions=np.concatenate([np.full(before, NO_VERSION, np.int64), completion.versions]),
-        advantage=advantage,
+        advantages=advantage,
         reward=reward,
     )
 
@@ -114,7 +114,7 @@ async def train(system: System, config: RunConfig) -> PolicyVersion:
         )
         # Advantages: each reward against its own group.
         rewards = np.array([reward for _, _, reward in played])
-        advantages = np.concatenate([group_advantages(group) for group in rewards.reshape(groups, samples)])
+        advantages = np.concatenate([standardized(group, 1e-4) for group in rewards.reshape(groups, samples)])
         # One optimizer step, then every generator takes the new weights.
         batch = SampleBatch.of(
             training_sample(prompts[index // samples], index % samples, *rollout, float(advantages[index]))

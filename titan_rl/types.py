@@ -336,7 +336,7 @@ class TrainingSample:
     loss_mask: np.ndarray  # [L] bool, True on tokens that were sampled and are trained in no other branch
     logprobs: np.ndarray  # [L] float32, behaviour logprob of token i given tokens < i; 0 where not trained
     versions: np.ndarray  # [L] int64, NO_VERSION where not trained
-    advantages: np.ndarray  # [L] float32, 0 where not trained
+    advantages: np.ndarray  # [L] float32, 0 where not trained; made of a number: all trained tokens have it
     reward: float
 
     @property
@@ -346,6 +346,8 @@ class TrainingSample:
         return float(trained.mean(dtype=np.float64)) if len(trained) else 0.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.advantages, np.ndarray):
+            object.__setattr__(self, "advantages", np.where(self.loss_mask, np.float32(self.advantages), np.float32(0)))
         arrays = (self.token_ids, self.loss_mask, self.logprobs, self.versions, self.advantages)
         lengths = set(map(len, arrays))
         if len(lengths) != 1:

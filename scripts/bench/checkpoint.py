@@ -182,7 +182,7 @@ def make_batch() -> SampleBatch:
             loss_mask=mask,
             logprobs=np.where(mask, -np.log(20_482), 0).astype(np.float32),
             versions=np.where(mask, 0, NO_VERSION).astype(np.int64),
-            advantage=1.0 - 2 * (sample % 2),
+            advantages=1.0 - 2 * (sample % 2),
             reward=0.0,
         )
         for sample in range(SAMPLES)

@@ -24,14 +24,17 @@ from typing import Any
 
 from parts.table import print_report
 
+from titan_rl.view.findings import findings
+from titan_rl.view.read import read_run
+
 TASKS = Path(__file__).with_name("tasks")
 ENOUGH = 0.9
 """Of what can be reached."""
 
 
-def train(task: Path, seed: int, longest: float) -> tuple[float, float, float]:
-    """Mean held-out reward before and after training, and seconds; after so many, training is stopped, and the newest
-    evaluation counts."""
+def train(task: Path, seed: int, longest: float) -> tuple[float, float, float, list[str]]:
+    """Mean held-out reward before and after training, seconds, and what the run's findings say to do; after so many
+    seconds training is stopped, and the newest evaluation counts."""
     with tempfile.TemporaryDirectory() as runs:
         began = time.monotonic()
         command = [sys.executable, "-m", "titan_rl.train", str(task), "--seed", str(seed), "--logging.directory", runs]
@@ -44,7 +47,8 @@ def train(task: Path, seed: int, longest: float) -> tuple[float, float, float]:
         seconds = time.monotonic() - began
         lines = [json.loads(line) for file in Path(runs).glob("*/metrics.jsonl") for line in file.open()]
         rewards = [line["evaluation/reward"] for line in lines if "evaluation/reward" in line] or [0.0]
-        return rewards[0], rewards[-1], seconds
+        found = [finding for run in Path(runs).iterdir() for finding in findings(read_run(run))]
+        return rewards[0], rewards[-1], seconds, [f"{each.title}. {each.do}" for each in found if each.do]
 
 
 def main() -> None:
@@ -61,7 +65,9 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         runs = [train(TASKS / options.set / file, seed, options.longest) for seed in options.seeds]
-        before, after, seconds = map(statistics.median, zip(*runs, strict=True))
+        for seed, (_, reached, _, said) in zip(options.seeds, runs, strict=True):
+            print(f"  {name} seed {seed}: {reached:.3f}", *said, sep="\n    ", flush=True)
+        before, after, seconds = (statistics.median(run[place] for run in runs) for place in range(3))
         figures[f"reached_{name}"] = round(after / about["reachable"], 3)
         rows.append([f"{name} ({about['kind']})", before, after, figures[f"reached_{name}"], seconds])
         print(*rows[-1], flush=True)

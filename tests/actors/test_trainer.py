@@ -146,7 +146,7 @@ def batch(version: int) -> SampleBatch:
             loss_mask=mask,
             logprobs=np.where(mask, -2.5, 0).astype(np.float32),
             versions=np.where(mask, version, NO_VERSION).astype(np.int64),
-            advantage=float(rng.standard_normal()),
+            advantages=float(rng.standard_normal()),
             reward=0.0,
         )
 

@@ -61,7 +61,7 @@ def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
     found, chosen = chosen_for(HEAD + ASKS, tmp_path)
     assert {*chosen["policy.tiny.symbols"]} == {*"012345678?xzmore!"}
     assert chosen["rollout.max_turns"] == 2 and chosen["rollout.sampling.max_new_tokens"] == 5
-    assert found.best == 1 and chosen["trainer.warmup.steps"] == 200, "by chance nobody says zzz"
+    assert found.best == 1 and chosen["trainer.warmup.steps"] == 2000, "by chance nobody says zzz"
 
 
 FIND = """
@@ -128,20 +128,12 @@ def test_many_characters_are_written_as_bytes():
 
 
 @pytest.mark.parametrize(
-    ("different", "demonstrations", "trained", "tools", "taught"),
-    [
-        (0.0, True, False, (), True),
-        (0.04, True, False, (), False),
-        (0.04, True, False, (ToolSpec("look", "", {}),), True),
-        (0.0, False, False, (), False),
-        (0.0, True, True, (), False),
-    ],
+    ("lucky", "demonstrations", "trained", "taught"),
+    [(0.04, True, False, True), (0.06, True, False, False), (0.0, False, False, False), (0.0, True, True, False)],
 )
-def test_right_answers_are_taught_where_answers_at_random_find_nothing(
-    different, demonstrations, trained, tools, taught
-):
-    info = TaskInfo(size=9, held_out=1, multi_turn=False, tools=tools)
-    found = Survey(info=info, texts={*"12"}, prompt=2, answer=1, different=different, demonstrations=demonstrations)
+def test_right_answers_are_taught_where_answers_at_random_are_hardly_ever_right(lucky, demonstrations, trained, taught):
+    info = TaskInfo(size=9, held_out=1, multi_turn=False)
+    found = Survey(info=info, texts={*"12"}, prompt=2, answer=1, lucky=lucky, demonstrations=demonstrations)
     chosen = {each.setting: each.value for each in choose(found, trained=trained)}
     assert ("trainer.warmup.steps" in chosen) is taught
     assert (chosen.get("trainer.loss.kwargs.entropy_bonus") == 0.05) is taught, "what was taught is not forgotten"

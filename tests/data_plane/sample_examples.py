@@ -10,7 +10,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 
-ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions")
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
 
 
 def sample_of(length: int, *, group_id: int = 0, sample: int = 0, seed: int = 0) -> TrainingSample:
@@ -25,7 +25,7 @@ def sample_of(length: int, *, group_id: int = 0, sample: int = 0, seed: int = 0)
         loss_mask=mask,
         logprobs=np.where(mask, -rng.random(length, dtype=np.float32), np.float32(0)),
         versions=np.where(mask, versions, NO_VERSION),
-        advantage=float(rng.normal()),
+        advantages=float(rng.normal()),
         reward=float(rng.random()),
     )
 

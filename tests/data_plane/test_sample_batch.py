@@ -91,6 +91,6 @@ def test_references_come_through_a_message_with_every_bit_and_sign(refs):
 
 
 def test_a_script_may_give_numbers_of_numpy():
-    sample = replace(sample_of(3), advantage=np.float64(0.1), reward=np.float32(0.1))
+    sample = replace(sample_of(3), advantages=np.float64(0.1), reward=np.float32(0.1))
     batch = SampleBatch([reference_to(sample)])
     assert pickle.loads(pickle.dumps(batch)).refs == tuple(batch.refs)

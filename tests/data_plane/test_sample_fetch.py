@@ -2,14 +2,13 @@
 
 import os
 import pickle
-import struct
 import threading
 
 import pytest
 from sample_examples import all_bits, group_of, put, sample_of
 
-from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
-from titan_rl.data_plane.store import SampleStore, SharedMemorySource, encode, prefetched, references_in, write_samples
+from titan_rl.data_plane.sample_batch import SampleBatch
+from titan_rl.data_plane.store import SampleStore, SharedMemorySource, prefetched, references_in, write_samples
 from titan_rl.errors import SampleError
 
 
@@ -43,25 +42,15 @@ def test_a_missing_file_is_named_with_its_group(store):
 def test_a_file_that_is_too_short_is_named_with_its_group(store):
     batch = put(store, [sample_of(50, group_id=6)])
     os.truncate(batch.refs[0].location, 100)
-    with pytest.raises(SampleError, match="group 6 sample 0: .* holds 100 of its 856 bytes"):
+    with pytest.raises(SampleError, match="group 6 sample 0: .* holds 100 of its 1056 bytes"):
         SharedMemorySource().fetch(batch)
 
 
-def test_samples_of_a_checkpoint_come_bit_for_bit_also_from_one_of_the_older_form(store, tmp_path):
+def test_samples_of_a_checkpoint_come_bit_for_bit(store, tmp_path):
     samples = [*group_of(2, 7, group_id=4), sample_of(20, group_id=5)]
     refs = store.put(samples)
     write_samples(tmp_path / "samples", samples)
     read = references_in(tmp_path / "samples", SampleBatch.of(refs))
-    assert all_bits(SharedMemorySource().fetch(read)) == all_bits(samples)
-
-    headers = [
-        struct.pack("<4sHHqqqdd", b"TRLS", 1, 0, ref.length, ref.group_id, ref.sample, each.advantage, each.reward)
-        for ref, each in zip(refs, samples, strict=True)
-    ]
-    older = [header + encode([each])[0] for header, each in zip(headers, samples, strict=True)]
-    (tmp_path / "older").write_bytes(b"".join(older))
-    without = SampleBatch.of(SampleRef(*ref[:-2], 1234) for ref in refs)  # another checksum, no advantage
-    read = references_in(tmp_path / "older", without)
     assert all_bits(SharedMemorySource().fetch(read)) == all_bits(samples)
 
 

@@ -118,9 +118,9 @@ def test_reading_gives_the_bytes_of_these_samples_in_their_order(tmp_path):
 
 
 def test_a_put_beyond_the_bound_keeps_nothing_and_names_the_setting(tmp_path):
-    store = store_in(tmp_path, max_bytes=5000)
+    store = store_in(tmp_path, max_bytes=6000)
     store.put([sample_of(50)])
-    with pytest.raises(SampleStoreFull, match=r"sample store worker0: no room .* bound is 5000 .data_plane.store_mib"):
+    with pytest.raises(SampleStoreFull, match=r"sample store worker0: no room .* bound is 6000 .data_plane.store_mib"):
         put(store, group_of(10, 50))
     assert store.held().samples == 1
     put(store, group_of(4, 50))
@@ -152,7 +152,7 @@ def test_two_stores_of_one_name_are_an_error(tmp_path):
 
 
 def test_a_put_of_a_malformed_sample_keeps_nothing(tmp_path):
-    store = store_in(tmp_path, max_bytes=4096)
+    store = store_in(tmp_path, max_bytes=4800)
     good = sample_of(200)
     bad = TrainingSample(
         **{name: getattr(good, name) for name in good.__dataclass_fields__} | {"logprobs": np.zeros(200)}
@@ -211,7 +211,7 @@ def any_sample(draw: st.DrawFn) -> TrainingSample:
         loss_mask=mask,
         logprobs=draw(arrays.arrays(np.float32, length)),
         versions=draw(arrays.arrays(np.int64, length)),
-        advantage=draw(st.floats()),
+        advantages=draw(arrays.arrays(np.float32, length)),
         reward=draw(st.floats()),
     )
 

@@ -209,6 +209,7 @@ class World:
         filter: str = "",
         untrainable_batches: int = 20,
         warmup: int = 0,
+        enough_loss: float = 0.0,
         watchdog_seconds: float = 1e6,
         deterministic: bool = False,
         directory: Path | None = None,
@@ -236,7 +237,9 @@ class World:
             evaluation=EvaluationConfig(every=every),
             weights=WeightsConfig(max_live=max_live),
             checkpoint=CheckpointConfig(every=checkpoint_every, keep=100),
-            trainer=TrainerConfig(warmup=WarmupConfig(steps=warmup, batch=2, lr_warmup_steps=0)),
+            trainer=TrainerConfig(
+                warmup=WarmupConfig(steps=warmup, batch=2, lr_warmup_steps=0, enough_loss=enough_loss)
+            ),
         )
         self.now = 0.0
         self.script = Script()

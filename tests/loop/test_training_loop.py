@@ -223,6 +223,13 @@ async def test_warm_up_comes_before_the_first_version_and_releases_every_demonst
     assert world.rollouts.owned == {}
 
 
+async def test_a_warm_up_that_has_learned_enough_ends_and_holds_no_demonstrations():
+    world = World(steps=1, warmup=30, enough_loss=10.0)
+    await world.run()
+    assert len([event for event in world.script.events if re.fullmatch(r"warm up \d+", event)]) == 10
+    assert world.rollouts.owned == {}
+
+
 @pytest.mark.parametrize("ahead_is_ready", [True, False])
 async def test_a_warm_up_that_fails_holds_no_demonstrations(ahead_is_ready):
     world = World(steps=1, warmup=3)

@@ -42,7 +42,7 @@ def sample(
         # Far from on-policy, to both sides, so that both clips bite.
         logprobs=np.where(mask, logprob + 0.5 * rng.standard_normal(length), 0).astype(np.float32),
         versions=np.where(mask, version, NO_VERSION).astype(np.int64),
-        advantage=float(rng.standard_normal()),
+        advantages=float(rng.standard_normal()),
         reward=0.0,
     )
 
@@ -78,7 +78,7 @@ def batch_of(step: int) -> SampleBatch:
     return SampleBatch.of(
         replace(
             sample,
-            advantage=float(rng.standard_normal()),
+            advantages=float(rng.standard_normal()),
             logprobs=np.where(sample.loss_mask, sample.logprobs + 0.1 * rng.standard_normal(), 0).astype(np.float32),
         )
         for sample in mixed_batch().samples
@@ -308,16 +308,16 @@ def one_rank(model_path: str, broken: dict[str, str], loss_file: str) -> dict[st
         "plain": trainer(1, 1, optimizer=REVEALING),
         "checkpointed": trainer(1, 1, optimizer=REVEALING, activation_checkpointing="full"),
         "one micro-batch": trainer(1, 1, optimizer=REVEALING, max_tokens_per_microbatch=4096),
-        "custom loss": trainer(1, 1, optimizer=REVEALING, loss=LossConfig(name=f"{loss_file}:Reinforce")),
+        "custom loss": trainer(1, 1, optimizer=REVEALING, loss=LossConfig(name=f"{loss_file}:reinforce")),
     }.items():
         policy = updater(model_path, config)
         result[name, "metrics"] = train(policy, batch)
         result[name, "weights"] = shards_of(policy)
-    careless = updater(model_path, trainer(1, 1, loss=LossConfig(name=f"{loss_file}:Careless")))
-    outcome("undeclared metric", lambda: train(careless, batch))
+    careless = updater(model_path, trainer(1, 1, loss=LossConfig(name=f"{loss_file}:careless")))
+    outcome("sum instead of tokens", lambda: train(careless, batch))
     result["gradients after errors"] = any(each.grad is not None for each in careless._policy.module.parameters())
 
-    spiky = updater(model_path, trainer(1, 1, loss=LossConfig(name=f"{loss_file}:Spiky")))
+    spiky = updater(model_path, trainer(1, 1, loss=LossConfig(name=f"{loss_file}:spiky")))
     result["before spike"] = shards_of(spiky)
     outcome("spike", lambda: train(spiky, batch))
     result["after spike"] = shards_of(spiky)

@@ -14,20 +14,18 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy import token_scores as scores_module
+from titan_rl.policy.algorithms import short_names
+from titan_rl.policy.algorithms.base import TrainedTokens
 from titan_rl.policy.config import LogprobAlarmConfig, LossConfig, WarmupConfig
-from titan_rl.policy.losses import (
-    SHORT_NAMES,
-    DecoupledPPOLoss,
-    GRPOLoss,
-    PolicyGradientLoss,
-    PolicyLoss,
-    TrainedTokens,
-    TruncatedImportanceLoss,
-    build_loss,
-    kl_penalty,
-)
+from titan_rl.policy.losses import LOSS_METRICS, Objective, build_loss, kl_penalty
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_scores import token_scores
+
+SHORT_NAMES = sorted(short_names("loss"))
+
+
+def loss_of(name: str, **kwargs: object) -> Objective:
+    return build_loss(LossConfig(name=name, kwargs=kwargs))
 
 
 def tokens_of(ratio: list[float], advantage: list[float]) -> TrainedTokens:
@@ -39,7 +37,6 @@ def tokens_of(ratio: list[float], advantage: list[float]) -> TrainedTokens:
         behaviour_logprobs=-1.0 - torch.tensor(ratio).log(),
         advantages=torch.tensor(advantage),
         samples=torch.zeros(count, dtype=torch.int64),
-        global_count=count,
     )
 
 
@@ -58,7 +55,7 @@ def tokens_of(ratio: list[float], advantage: list[float]) -> TrainedTokens:
 )
 def test_the_clip_removes_the_gradient_exactly_where_it_should(ratio, advantage, pushes):
     batch = tokens_of([ratio], [advantage])
-    loss, metrics = GRPOLoss()(batch)
+    loss, metrics = loss_of("grpo")(batch)
     loss.backward()
     assert batch.logprobs.grad.item() == pytest.approx(-advantage * ratio if pushes else 0.0)
     assert metrics["clip_share"].item() == (0 if pushes else 1)
@@ -68,26 +65,21 @@ def test_the_clip_removes_the_gradient_exactly_where_it_should(ratio, advantage,
 def test_an_entropy_bonus_that_decays_is_gone_when_its_share_of_the_run_is_over(done, weight):
     entropies = torch.tensor([2.0, 0.5], requires_grad=True)
     batch = replace(tokens_of([1.0, 1.0], [0.0, 0.0]), entropies=entropies, progress=done)
-    loss, _ = GRPOLoss(entropy_bonus=0.1, entropy_decay=0.5)(batch)
+    loss, _ = loss_of("grpo", entropy_bonus=0.1, entropy_decay=0.5)(batch)
     assert loss.item() == pytest.approx(-weight * 2.5)
-
-
-def test_a_decay_that_is_no_share_is_refused():
-    with pytest.raises(ConfigError, match="entropy_decay is a share"):
-        GRPOLoss(entropy_decay=-1.0)
 
 
 def test_the_sides_of_the_clip_are_set_apart():
     batch = tokens_of([1.3, 0.6], [1.0, -1.0])
-    loss, metrics = GRPOLoss(clip_low=0.5, clip_high=0.2)(batch)
+    loss, metrics = loss_of("grpo", clip_low=0.5, clip_high=0.2)(batch)
     loss.backward()
     assert metrics["clip_share"].item() == 1, "a sum"
     assert batch.logprobs.grad.tolist() == pytest.approx([0.0, 0.6])
 
 
 def test_the_loss_is_a_sum_and_entropy_lowers_it():
-    one, _ = GRPOLoss(entropy_bonus=0.1)(tokens_of([1.0], [2.0]))
-    three, _ = GRPOLoss(entropy_bonus=0.1)(tokens_of([1.0] * 3, [2.0] * 3))
+    one, _ = loss_of("grpo", entropy_bonus=0.1)(tokens_of([1.0], [2.0]))
+    three, _ = loss_of("grpo", entropy_bonus=0.1)(tokens_of([1.0] * 3, [2.0] * 3))
     assert one.item() == pytest.approx(-2.0 - 0.1 * 2.0)
     assert three.item() == pytest.approx(3 * one.item())
 
@@ -96,15 +88,11 @@ def test_the_loss_is_a_sum_and_entropy_lowers_it():
     ("config", "word"),
     [
         (LossConfig(name="grp"), "grpo"),
-        (LossConfig(name="pathlib:Path"), "PolicyLoss"),
         (LossConfig(kwargs={"clip": 0.2}), "clip"),
-        (LossConfig(kwargs={"clip_low": 1.5}), "clip_low"),
-        (LossConfig(kwargs={"clip_high": -1}), "clip_high"),
+        (LossConfig(kwargs={"aggregation": "mean"}), "sample_mean"),
         (LossConfig(kwargs={"sequence_low": 2.0, "sequence_high": 1.0}), "sequence_low"),
-        (LossConfig(name="tis", kwargs={"cap": 0.5}), "cap"),
-        (LossConfig(name="decoupled_ppo", kwargs={"weight_cap": 1.0}), "weight_cap"),
         (LossConfig(name="decoupled_ppo", kwargs={"clip_low": 0.2}), "clip_low"),
-        (LossConfig(name="policy_gradient", kwargs={"clip_low": 0.2}), "clip_low"),
+        (LossConfig(name="reinforce", kwargs={"clip_low": 0.2}), "clip_low"),
     ],
 )
 def test_a_loss_that_cannot_be_built_is_a_config_error(config, word):
@@ -123,13 +111,12 @@ def random_tokens(seed: int = 0, lengths: tuple[int, ...] = (3, 1, 5, 2), spread
         behaviour_logprobs=logprobs + spread * torch.randn(count, generator=rng),
         advantages=torch.randn(len(lengths), generator=rng).repeat_interleave(torch.tensor(lengths)),
         samples=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-        global_count=count,
     )
 
 
-def gradient(loss: PolicyLoss, tokens: TrainedTokens) -> list[float]:
+def gradient(loss: Objective, tokens: TrainedTokens) -> list[float]:
     value, metrics = loss(tokens)
-    assert set(metrics) == set(loss.metrics)
+    assert set(metrics) == set(LOSS_METRICS)
     value.backward()
     return tokens.logprobs.grad.tolist()
 
@@ -140,29 +127,10 @@ def numbers(tokens: TrainedTokens) -> list[tuple[float, float, float]]:
     return list(zip(*(field.tolist() for field in fields), strict=True))
 
 
-def test_a_loss_that_ignores_the_ratio_has_the_gradient_of_reinforce():
-    tokens = random_tokens()
-    assert gradient(PolicyGradientLoss(), tokens) == pytest.approx([-a for *_, a in numbers(tokens)])
-
-
-def test_a_truncated_weight_is_a_constant_that_stops_at_the_cap():
-    tokens = random_tokens()
-    wanted = [-min(math.exp(new - old), 1.5) * a for new, old, a in numbers(tokens)]
-    assert {min(math.exp(new - old), 1.5) == 1.5 for new, old, _ in numbers(tokens)} == {True, False}
-    assert gradient(TruncatedImportanceLoss(cap=1.5), tokens) == pytest.approx(wanted, rel=1e-5)
-
-
-def test_decoupled_ppo_weighs_by_the_ratio_and_drops_what_is_above_the_cap():
-    tokens = random_tokens()
-    wanted = [-r * a if (r := math.exp(new - old)) <= 2.0 else 0.0 for new, old, a in numbers(tokens)]
-    assert {gone == 0.0 for gone in wanted} == {True, False}
-    assert gradient(DecoupledPPOLoss(weight_cap=2.0), tokens) == pytest.approx(wanted, rel=1e-5)
-
-
 @pytest.mark.parametrize("name", SHORT_NAMES)
 def test_all_losses_agree_on_policy(name):
     tokens = random_tokens(spread=0.0)
-    loss = build_loss(LossConfig(name=name, kwargs={"entropy_bonus": 0.1}))
+    loss = loss_of(name, entropy_bonus=0.1, aggregation="token_mean")
     assert gradient(loss, tokens) == pytest.approx([-a for *_, a in numbers(tokens)], rel=1e-6)
     assert tokens.entropies.grad.tolist() == pytest.approx([-0.1] * len(tokens.logprobs))
     _, metrics = loss(tokens)
@@ -172,7 +140,7 @@ def test_all_losses_agree_on_policy(name):
 @pytest.mark.parametrize("name", SHORT_NAMES)
 def test_a_sample_whose_mean_ratio_leaves_the_band_is_dropped_as_a_whole(name):
     tokens, plain = random_tokens(), random_tokens()
-    kwargs = {"entropy_bonus": 0.1}
+    kwargs = {"entropy_bonus": 0.1, "aggregation": "token_mean"}
     free = gradient(build_loss(LossConfig(name=name, kwargs=kwargs)), plain)
     loss = build_loss(LossConfig(name=name, kwargs=kwargs | {"sequence_low": 0.8, "sequence_high": 1.3}))
     kept = []
@@ -188,7 +156,7 @@ def test_a_sample_whose_mean_ratio_leaves_the_band_is_dropped_as_a_whole(name):
 
 def test_a_step_of_nothing_but_masked_samples_has_a_zero_gradient():
     tokens = random_tokens()
-    loss = GRPOLoss(sequence_low=1e6, sequence_high=1e7)
+    loss = loss_of("grpo", sequence_low=1e6, sequence_high=1e7)
     assert gradient(loss, tokens) == [0.0] * len(tokens.logprobs)
     assert loss(tokens)[1]["masked_share"].item() == len(tokens.logprobs)
 
@@ -196,14 +164,14 @@ def test_a_step_of_nothing_but_masked_samples_has_a_zero_gradient():
 def test_a_masked_sample_cannot_spoil_the_others_by_an_infinite_ratio():
     tokens = random_tokens(lengths=(1, 1))
     tokens.behaviour_logprobs[:] = torch.tensor([-200.0, tokens.logprobs[1].item()])
-    got = gradient(GRPOLoss(sequence_high=2.0), tokens)
+    got = gradient(loss_of("grpo", sequence_high=2.0), tokens)
     assert got == pytest.approx([0.0, -tokens.advantages[1].item()])
 
 
 def test_what_is_not_a_number_is_never_masked():
     tokens = random_tokens()
     tokens.behaviour_logprobs[0] = math.nan
-    value, _ = GRPOLoss(sequence_low=0.9, sequence_high=1.1)(tokens)
+    value, _ = loss_of("grpo", sequence_low=0.9, sequence_high=1.1)(tokens)
     assert math.isnan(value.item())
 
 
@@ -211,7 +179,6 @@ LOSSES = [
     *((name, {}) for name in SHORT_NAMES),
     ("grpo", {"clip_high": math.inf, "entropy_bonus": 0.1}),
     ("tis", {"cap": math.inf}),
-    ("decoupled_ppo", {"weight_cap": math.inf}),
     ("grpo", {"sequence_low": 1e-6, "sequence_high": 1e6}),
 ]
 
@@ -237,7 +204,6 @@ def test_no_log_ratio_makes_a_loss_or_a_gradient_that_is_not_finite(loss, log_ra
         behaviour_logprobs=behaviour,
         advantages=torch.full((count,), advantage),
         samples=torch.arange(count) // per_sample,
-        global_count=count,
     )
     value, _ = build_loss(LossConfig(name=name, kwargs=kwargs))(tokens)
     for estimator in ("k1", "k2", "k3"):
@@ -253,7 +219,7 @@ def test_a_good_token_that_became_far_likelier_no_longer_pushes():
     tokens = random_tokens(lengths=(1, 1))
     tokens.behaviour_logprobs[:] = torch.tensor([-200.0, tokens.logprobs[1].item()])
     tokens.advantages[:] = 1.0
-    assert gradient(GRPOLoss(), tokens) == [0.0, -1.0]
+    assert gradient(loss_of("grpo"), tokens) == [0.0, -1.0]
 
 
 @pytest.mark.parametrize("log_ratio", [1e4, 400.0, -400.0, -1e4, 0.0])

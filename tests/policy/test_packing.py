@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import statistics
 from itertools import groupby
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_rl.actors.trainer_client import TrainerClient
+from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import TrainingError
 from titan_rl.policy import packing
+from titan_rl.policy.config import TrainerConfig
+from titan_rl.types import TrainingSample
 
 BUDGET = 50
 lengths_of_samples = st.lists(st.integers(1, BUDGET), max_size=60)
@@ -83,3 +90,39 @@ def test_a_share_is_a_ranks_part_of_the_plan_with_positions_of_its_own(lengths, 
         assert (share.rounds, share.imbalance, share.share_of) == (plan.rounds, plan.imbalance, rank)
         totals = (len(lengths), sum(lengths), max(lengths, default=0), 7)
         assert (share.samples, share.tokens, share.longest, share.trained_tokens) == totals
+
+
+def test_every_rank_of_a_run_is_told_the_mean_and_deviation_of_the_steps_advantages():
+    """Over trained tokens; a loss that standardizes by the defaults, 0 and 1, would not standardize."""
+    samples = [
+        TrainingSample(
+            group_id=number,
+            sample=0,
+            token_ids=np.zeros(length, np.int32),
+            loss_mask=np.arange(length) >= 2,
+            logprobs=np.zeros(length, np.float32),
+            versions=np.zeros(length, np.int64),
+            advantages=np.full(length, number**2, np.float32),
+            reward=0.0,
+        )
+        for number, length in enumerate([3, 7, 12, 30])
+    ]
+    tokens = [float(each) for sample in samples for each in sample.advantages[sample.loss_mask]]
+    told = []
+
+    class Rank:
+        def call(self, seconds, endpoint, sequence, mine, plan):
+            told.append(plan)
+
+    async def call_all(call):
+        return [call(0, 0), call(1, 0)]
+
+    client = TrainerClient.__new__(TrainerClient)
+    client._config, client._step_seconds = TrainerConfig(data_parallel=2), 1.0
+    client.ranks, client._again = [Rank(), Rank()], call_all
+    asyncio.run(client._step(None, SampleBatch.of(samples)))
+    assert [plan.share_of for plan in told] == [0, 1]
+    for plan in told:
+        assert plan.trained_tokens == len(tokens)
+        assert plan.advantage_mean == pytest.approx(statistics.fmean(tokens))
+        assert plan.advantage_std == pytest.approx(statistics.pstdev(tokens))

@@ -41,7 +41,7 @@ def samples_of(described) -> list[TrainingSample]:
                     loss_mask=mask,
                     logprobs=np.where(mask, noise, 0),
                     versions=np.where(mask, len(samples), -1),
-                    advantage=float(len(samples)),
+                    advantages=float(len(samples)),
                     reward=0.0,
                 )
             )

@@ -84,7 +84,7 @@ def against_reference(
         config = replace(
             plain,
             optimizer=REVEALING,
-            loss=LossConfig(name="policy_gradient"),
+            loss=LossConfig(name="reinforce"),
             kl=KLConfig(coefficient=COEFFICIENT, estimator=estimator),
         )
         policy = updater(other_path, config, temperature=TEMPERATURE)
@@ -103,7 +103,7 @@ def demonstrations() -> SampleBatch:
             sample,
             logprobs=np.zeros_like(sample.logprobs),
             versions=np.full_like(sample.versions, NO_VERSION),
-            advantage=0.0,
+            advantages=0.0,
         )
         for sample in mixed_batch().samples
     )

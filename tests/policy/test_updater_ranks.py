@@ -39,28 +39,17 @@ def batches_of(policy: str) -> list[str]:
 
 
 USER_LOSSES = """
-from titan_rl.policy.losses import PolicyLoss
+def reinforce(tokens):
+    return tokens.advantages * tokens.logprobs, tokens.advantages > 0
 
 
-class Reinforce(PolicyLoss):
-    metrics = {"pushed": "mean"}
-
-    def __call__(self, tokens):
-        loss = -(tokens.advantages * tokens.logprobs).sum()
-        return loss, {"pushed": tokens.advantages.abs().sum()}
+def careless(tokens, calls=[]):
+    calls.append(1)
+    return tokens.logprobs.sum() if len(calls) > 1 else tokens.logprobs, tokens.none()
 
 
-class Careless(PolicyLoss):
-    calls = 0
-
-    def __call__(self, tokens):
-        self.calls += 1
-        return tokens.logprobs.sum(), {"surprise": tokens.logprobs.sum()} if self.calls > 1 else {}
-
-
-class Spiky(PolicyLoss):
-    def __call__(self, tokens):
-        return (tokens.logprobs - tokens.logprobs.detach()).sqrt().sum(), {}
+def spiky(tokens):
+    return (tokens.logprobs - tokens.logprobs.detach()).sqrt(), tokens.none()
 """
 
 
@@ -306,7 +295,7 @@ def test_the_default_spmd_backend_still_fails_on_two_ranks(results):
         ("nothing to train", TrainingError, ["trained token"]),
         ("over the budget", TrainingError, ["max_tokens_per_microbatch"]),
         ("over the positions", TrainingError, ["positions"]),
-        ("undeclared metric", TrainingError, ["surprise"]),
+        ("sum instead of tokens", TrainingError, ["the loss returned []"]),
     ],
 )
 def test_what_cannot_be_is_refused_by_name_before_anything_changes(alone, name, kind, words):
@@ -322,10 +311,8 @@ def test_memory_settings_do_not_change_the_update(alone, other):
 
 def test_a_custom_loss_is_named_by_its_file(alone):
     batch = mixed_batch()
-    pushed = sum(abs(entry.advantage) * entry.loss_mask.sum() for entry in batch.samples) / batch.trained_tokens
-    metrics = alone["custom loss", "metrics"]
-    assert metrics["pushed"] == pytest.approx(pushed, rel=1e-5)
-    assert "clip_share" not in metrics
+    good = sum((entry.advantage > 0) * entry.loss_mask.sum() for entry in batch.samples) / batch.trained_tokens
+    assert alone["custom loss", "metrics"]["clip_share"] == pytest.approx(good)
     before = assemble([alone["loaded"]])
     after = assemble([alone["custom loss", "weights"]])
     assert any((before[name] != after[name]).any() for name in before)

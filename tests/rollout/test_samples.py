@@ -1,6 +1,5 @@
 """Conversations as trees: every sampled token is trained once, behind what it was sampled behind (3 s)."""
 
-import statistics
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_rl.environments.rubric import LARGEST_REWARD
 from titan_rl.errors import RequestError
-from titan_rl.rollout.samples import TokenTree, Turn, check, group_advantages, training_samples
+from titan_rl.rollout.samples import TokenTree, Turn, check, training_samples
 from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, TrainingSample
 
 
@@ -76,7 +74,7 @@ def test_a_turn_without_a_sampled_token_is_refused():
     assert samples_of(TokenTree()) == () and not stored_tokens(TokenTree())
 
 
-def test_branches_are_samples_of_their_own_with_the_advantage_of_their_last_turn():
+def test_branches_are_samples_of_their_own_in_which_every_turn_has_its_advantage():
     turns = [turn_of(prompt, completion([token])) for prompt, token in (([1], 2), ([1, 2, 5], 6), ([7], 8), ([9], 3))]
     tree = TokenTree()
     for turn in turns:
@@ -85,9 +83,21 @@ def test_branches_are_samples_of_their_own_with_the_advantage_of_their_last_turn
         turn.advantage = advantage
     samples = training_samples(7, [(3, 0.25, tree)], rollouts=8)
     assert [(sample.group_id, sample.sample) for sample in samples] == [(7, 3), (7, 11), (7, 19)]
-    assert [(sample.advantage, sample.reward) for sample in samples] == [(-0.5, 0.25), (1.5, 0.25), (-0.5, 0.25)]
-    arrays = ("token_ids", "loss_mask", "logprobs", "versions")
-    assert [getattr(samples[0], name).dtype for name in arrays] == [np.int32, bool, np.float32, np.int64]
+    assert [sample.advantages.tolist() for sample in samples] == [[0, 0.5, 0, -0.5], [0, 1.5], [0, -0.5]]
+    assert [sample.reward for sample in samples] == [0.25] * 3
+    arrays = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
+    assert [getattr(samples[0], name).dtype for name in arrays] == [np.int32, bool, np.float32, np.int64, np.float32]
+
+
+def test_a_turn_whose_tokens_differ_in_advantage_keeps_them_where_a_later_prompt_cuts_it():
+    whole, cut = turn_of([1], completion([2, 3, 4])), turn_of([1, 2, 3, 9], completion([5]))
+    tree = TokenTree()
+    tree.add(whole)
+    tree.add(cut)
+    whole.advantage, cut.advantage = np.array([0.1, 0.2, 0.3]), 1.0
+    first, second = training_samples(0, [(0, 0.0, tree)], rollouts=1)
+    assert first.advantages.tolist() == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert second.advantages.tolist() == [0, 0, 0, 0, 1], "what a sample before trains has none here"
 
 
 # Random conversations against a naive book of every token there is.
@@ -205,36 +215,3 @@ def test_random_conversations_train_what_was_sampled_once_and_in_its_place(turns
         assert branch.loss_mask.any() and branch.loss_mask[-1] and not branch.loss_mask[0]
         assert not branch.logprobs[~branch.loss_mask].any()
         assert (branch.versions[~branch.loss_mask] == NO_VERSION).all()
-
-
-# Advantages of a group.
-
-rewards = st.lists(st.floats(-100, 100, allow_subnormal=False), min_size=2, max_size=16)
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(rewards)
-def test_advantages_are_deviations_from_the_mean_in_unbiased_deviations(values):
-    advantages = group_advantages(values, epsilon=1e-4)
-    if len(set(values)) == 1:
-        assert not advantages.any()
-        return
-    scale = statistics.stdev(values) + 1e-4
-    expected = [(value - statistics.fmean(values)) / scale for value in values]
-    assert advantages == pytest.approx(expected, abs=1e-6)
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(st.floats(-1e6, 1e6), st.integers(1, 16))
-def test_equal_rewards_give_exactly_zero(value, count):
-    assert group_advantages([value] * count).tolist() == [0.0] * count
-
-
-@settings(deadline=None)  # the machine may be busy
-@given(
-    st.lists(st.one_of(st.floats(-LARGEST_REWARD, LARGEST_REWARD), st.floats(-1, 1)), min_size=2, max_size=16),
-    st.sampled_from([0.0, 1e-4]),
-)
-def test_every_reward_that_a_rubric_lets_pass_gives_a_finite_advantage(values, epsilon):
-    advantages = group_advantages(values, epsilon)
-    assert (abs(advantages) <= len(values)).all()

@@ -1,8 +1,9 @@
 """Tools: declared, called by the policy, executed within limits, and answered in every case (8 s)."""
 
 import pytest
-from support.rollouts import play, text_of
+from support.rollouts import TASKS, play, text_of
 
+from titan_rl.importing import import_file
 from titan_rl.types import Message, ToolCall
 
 
@@ -72,3 +73,17 @@ async def test_all_turns_together_sample_no_more_than_the_rollouts_budget(callin
     assert sample.loss_mask.sum() == 10 and rollout.truncated
     rollout, _, requests = await play(calling_path, "<tool>12+35</tool>", max_sampled_tokens=7)
     assert len(requests) == 1 and rollout.error == ""  # nothing was left for an answer
+
+
+async def test_a_tool_remembers_what_its_own_rollout_did(calling_path):
+    """Each call, and the grader, may be in another process; the task's own words leave the memory as it is."""
+    turns = ("<tool>4</tool>", "$", "<tool>7</tool>", "$")
+    rollout, _, _ = await play(calling_path, *turns, cls="Noting", max_turns=4)
+    assert [each.content for each in rollout.messages if each.role == "tool"] == ["1", "2"]
+    assert rollout.error == "" and rollout.reward == 10 * 2 + 4 + 7
+    again, _, _ = await play(calling_path, "<tool>5</tool>", "$", "$", "$", cls="Noting", max_turns=4)
+    assert again.reward == 10 + 5
+
+
+def test_the_policy_is_not_told_of_the_memory():
+    assert set(import_file(TASKS / "calling.py").note.spec.parameters["properties"]) == {"expression"}

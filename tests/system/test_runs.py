@@ -106,7 +106,7 @@ updater = PolicyUpdater(
 )
 tokens = np.array([5, 8, 7], np.int32)
 sample = TrainingSample(group_id=0, sample=0, token_ids=tokens, loss_mask=np.array([False, True, True]),
-    logprobs=np.zeros(3, np.float32), versions=np.zeros(3, np.int64), advantage=0.0, reward=0.0)
+    logprobs=np.zeros(3, np.float32), versions=np.zeros(3, np.int64), advantages=0.0, reward=0.0)
 batch, recorder = SampleBatch.of([sample]), TokenScoreRecorder([(0, 0)])
 updater.train_step(batch, updater.plan(batch), recorder)
 print(recorder.scores[0, 0].logprobs.tolist())

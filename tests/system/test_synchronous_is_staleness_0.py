@@ -126,7 +126,7 @@ def sample(number: int) -> TrainingSample:
         loss_mask=mask,
         logprobs=np.where(mask, -2.5, 0).astype(np.float32),
         versions=np.where(mask, PolicyVersion(0, 6).encode(), NO_VERSION),
-        advantage=1.0 - 2 * number,
+        advantages=1.0 - 2 * number,
         reward=1.0 - number,
     )
 

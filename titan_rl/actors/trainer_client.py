@@ -22,7 +22,7 @@ from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, RollbackNeeded
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.packing import PackingPlan, plan_packing
+from titan_rl.policy.packing import PackingPlan, plan_step
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.rpc.connection import RemoteMethod
 from titan_rl.rpc.mesh_client import MeshClient
@@ -234,13 +234,7 @@ class TrainerClient(MeshClient):
         **kwargs: P.kwargs,
     ) -> list[T]:
         """Call each rank with its own samples and their plan; neighbours, which are tensor-parallel, with the same."""
-        plan = plan_packing(
-            batch.lengths,
-            batch.group_ids,
-            ranks=self._config.data_parallel,
-            tokens_per_microbatch=self._config.max_tokens_per_microbatch,
-            trained_tokens=batch.trained_tokens,
-        )
+        plan = plan_step(batch, self._config)
         shares = [plan.share(rank // self._config.tensor_parallel) for rank in range(self._config.ranks)]
 
         def call(rank: int, sequence: int) -> Coroutine[Any, Any, T]:

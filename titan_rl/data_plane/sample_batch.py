@@ -17,13 +17,13 @@ import numpy as np
 
 from titan_rl.types import NO_VERSION, TrainingSample
 
-TOKEN_BYTES = 21  # token id, logprob, version, advantage and a byte of the mask
+_TOKEN_BYTES = 21  # token id, logprob, version, advantage and a byte of the mask
 _ALIGNMENT = 8  # of the size of an encoded sample, and so of the beginning of the next one
 
 
-def encoded_size(length: int, token_bytes: int = TOKEN_BYTES) -> int:
+def encoded_size(length: int) -> int:
     """Bytes of a sample of `length` tokens, as a store writes it."""
-    return -(-length * token_bytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-length * _TOKEN_BYTES // _ALIGNMENT) * _ALIGNMENT
 
 
 class SampleRef(NamedTuple):
@@ -52,14 +52,12 @@ class SampleRef(NamedTuple):
     """Bytes from the beginning of the file."""
     checksum: int
     """Of its bytes."""
-    advantage: float = math.nan
-    """Mean over the trained tokens. NaN in older checkpoints, whose file of samples holds it."""
-    token_bytes: int = TOKEN_BYTES - 4
-    """In older checkpoints 4 less: all trained tokens have the one advantage, and the sample does not hold it."""
+    advantage: float
+    """Mean over the trained tokens."""
 
     @property
     def nbytes(self) -> int:
-        return encoded_size(self.length, self.token_bytes)
+        return encoded_size(self.length)
 
 
 def reference_to(sample: TrainingSample) -> SampleRef:
@@ -78,7 +76,6 @@ def reference_to(sample: TrainingSample) -> SampleRef:
         offset=0,
         checksum=0,
         advantage=sample.advantage,
-        token_bytes=TOKEN_BYTES,
     )
 
 

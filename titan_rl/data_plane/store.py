@@ -24,10 +24,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import shutil
-import struct
 import threading
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
@@ -39,7 +37,7 @@ from typing import Protocol
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum_of
 
-from titan_rl.data_plane.sample_batch import TOKEN_BYTES, SampleBatch, SampleRef, encoded_size, reference_to
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
 from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.types import TrainingSample
 from titan_rl.weights.segment_files import DIRECTORY, check_channel, segment_path
@@ -83,10 +81,8 @@ def decode(buffer: bytes | memoryview, ref: SampleRef) -> TrainingSample:
     arrays = {}
     offset = 0
     for name, dtype in _ARRAYS:
-        if name != "advantages" or ref.token_bytes == TOKEN_BYTES:
-            arrays[name] = np.frombuffer(buffer, dtype, ref.length, offset)
-            offset += ref.length * dtype.itemsize
-    arrays.setdefault("advantages", np.where(arrays["loss_mask"], ref.advantage, 0.0).astype(np.float32))
+        arrays[name] = np.frombuffer(buffer, dtype, ref.length, offset)
+        offset += ref.length * dtype.itemsize
     return TrainingSample(group_id=ref.group_id, sample=ref.sample, reward=ref.reward, **arrays)
 
 
@@ -285,24 +281,10 @@ def write_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
 
 def references_in(path: Path, batch: SampleBatch) -> SampleBatch:
     """References to the samples in a file that `write_samples` has written, given those to their stores."""
-    if batch.refs and math.isnan(batch.refs[0].advantage):
-        return _references_in_older(path, batch)
     ends = itertools.accumulate((ref.nbytes for ref in batch.refs), initial=0)
     return SampleBatch.of(
         ref._replace(location=str(path), offset=offset) for ref, offset in zip(batch.refs, ends, strict=False)
     )
-
-
-def _references_in_older(path: Path, batch: SampleBatch) -> SampleBatch:
-    """Of a checkpoint whose references hold no advantage and another checksum: each of its samples has a header."""
-    content, refs, offset = path.read_bytes(), [], 0
-    for ref in batch.refs:
-        (advantage,) = struct.unpack_from("<d", content, offset + 32)
-        offset += 48
-        checksum = checksum_of(content[offset : offset + ref.nbytes])
-        refs.append(ref._replace(location=str(path), offset=offset, checksum=checksum, advantage=advantage))
-        offset += ref.nbytes
-    return SampleBatch.of(refs)
 
 
 def prefetched(

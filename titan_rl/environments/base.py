@@ -6,8 +6,8 @@ begins with one.
 What must hold, because calls run in several processes, each of which may be killed and started anew at any time:
 
 - `example`, `demonstration`, `held_out` and `size` depend on the constructor's arguments and on nothing else.
-- A method keeps nothing for a later call. What a conversation needs is in the example, the transcript, or the
-  `state` that `respond` returns (it must pickle) and finds again in `transcript.state`.
+- A method or a tool keeps nothing for a later call. What a conversation needs is in the example, the transcript, or
+  the state that `initial_state` makes, tools change, and `respond` returns and finds in `transcript.state`.
 - Any call may be made again with the same arguments.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 from titan_rl.environments.dataset import HELD_OUT_SHARE, Rows, is_held_out, prompt_messages, read_rows
 from titan_rl.environments.rubric import GroupReward, Reward, RewardFunction, Rubric, Transcript
-from titan_rl.environments.tools import Tool, ToolError, tool
+from titan_rl.environments.tools import State, Tool, ToolError, tool
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import import_file, import_name
 from titan_rl.seeding import derive_seed
@@ -41,6 +41,7 @@ __all__ = [
     "Message",
     "Reward",
     "Rubric",
+    "State",
     "Tool",
     "ToolCall",
     "ToolError",
@@ -60,7 +61,7 @@ class EnvironmentReply:
     done: bool = False
     """The conversation is over and goes to the rubric."""
     state: Any = None
-    """Comes back as `transcript.state`; must pickle."""
+    """Comes back as `transcript.state`; must pickle. None: as it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +136,12 @@ class Environment(ABC):
         `transcript.state`; it must pickle.
         """
         raise TaskError(f"{type(self).__name__} has no method `play`")
+
+    def initial_state(self, example: Example) -> Any:
+        """What a rollout begins with, such as a budget, a notebook or a board: `transcript.state`, which `respond` may
+        replace, and what a tool gets in a parameter of type `State`. It must pickle: every call may be made in another
+        process."""
+        return None
 
     def tools(self) -> Sequence[Tool]:
         """What the policy may call. Asked for once per process. Calls are answered until a turn makes none, or

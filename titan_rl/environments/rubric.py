@@ -33,7 +33,7 @@ class Transcript:
     finish_reasons: tuple[FinishReason, ...]
     """One per turn of the policy, in order: whether it ended its turn or was cut off."""
     state: Any = None
-    """What `Environment.respond` last returned as its state; None before that."""
+    """What `Environment.initial_state` made, as tools and `respond` have left it; or what `play` returned."""
 
     @property
     def answer(self) -> str:

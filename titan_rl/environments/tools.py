@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from titan_rl.environments.rubric import is_asynchronous
 from titan_rl.errors import ConfigError, TaskError
@@ -28,6 +28,10 @@ from titan_rl.types import ToolCall, ToolSpec
 
 if TYPE_CHECKING:
     import pydantic
+
+State: TypeAlias = Annotated[Any, "state of the rollout"]
+"""Annotation of a parameter that the policy does not see: it gets what `Environment.initial_state` made for this
+rollout, as earlier calls have left it. Change it in place."""
 
 _ARGUMENTS = re.compile(r"^Args:\n((?:[ \t]+.*\n?|\n)*)", re.MULTILINE)
 _ARGUMENT = re.compile(r"^\s*\*{0,2}(\w+)(?: \([^)]*\))?:\s*(.*(?:\n(?!\s*\w+(?: \([^)]*\))?:).*)*)", re.MULTILINE)
@@ -44,12 +48,12 @@ class Tool:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self._arguments, self.spec = _declared(function)
+        self._arguments, self.spec, self._of_state = _declared(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
-    async def answer(self, call: ToolCall) -> str:
+    async def answer(self, call: ToolCall, state: Any = None) -> str:
         """What the function returns. Raises ToolError, TaskError, or whatever the function raises."""
         from pydantic import ValidationError
 
@@ -58,7 +62,7 @@ class Tool:
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ToolError(f"the arguments of {self.spec.name} do not fit: {'; '.join(wrong)}") from None
-        result = self.function(**arguments)
+        result = self.function(**arguments, **dict.fromkeys(self._of_state, state))
         answer = await result if inspect.isawaitable(result) else result
         if not isinstance(answer, (str, int, float)):
             raise TaskError(f"tool {self.spec.name} returned {type(answer).__name__}, expected a text or a number")
@@ -81,17 +85,17 @@ class Toolbox:
             raise ConfigError(f"two tools have one name: {', '.join(spec.name for spec in self.specs)}")
         self.asynchronous = any(is_asynchronous(each.function) for each in tools)
 
-    async def answer(self, call: ToolCall) -> str:
+    async def answer(self, call: ToolCall, state: Any = None) -> str:
         """The answer to a call. Raises ToolError if it cannot be made, or as `Tool.answer`."""
         if call.problem:
             raise ToolError(call.problem)
         if call.name not in self._tools:
             raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
-        return await self._tools[call.name].answer(call)
+        return await self._tools[call.name].answer(call, state)
 
 
-def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], ToolSpec]:
-    """What checks a function's arguments, and how the function is declared to the policy."""
+def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], ToolSpec, list[str]]:
+    """What checks a function's arguments, how it is declared to the policy, and its parameters of type `State`."""
     from typing import NotRequired
 
     from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, with_config
@@ -107,6 +111,7 @@ def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], 
     section = _ARGUMENTS.search(text)
     about = {key: " ".join(said.split()) for key, said in _ARGUMENT.findall(section[1])} if section else {}
     fields: dict[str, Any] = {}
+    of_state: list[str] = []
     try:
         for parameter in inspect.signature(function, eval_str=True).parameters.values():
             if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -114,6 +119,9 @@ def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], 
             if parameter.annotation is parameter.empty:
                 raise ConfigError(f"tool {name}: parameter {parameter.name} has no type annotation")
             kind = parameter.annotation
+            if kind == State:
+                of_state.append(parameter.name)
+                continue
             if parameter.name in about:
                 kind = Annotated[kind, Field(description=about[parameter.name])]
             fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
@@ -124,4 +132,4 @@ def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], 
         raise ConfigError(f"tool {name}: its signature has no JSON schema ({error})") from error
     schema.pop("title", None)
     description = text[: section.start()].strip() if section else text
-    return adapter, ToolSpec(name, description, schema)
+    return adapter, ToolSpec(name, description, schema), of_state

@@ -161,9 +161,11 @@ class UserCode:
             return _demonstration(self._environment.demonstration(call.prompt_index))
         if call.kind is CallKind.CHECK:
             return self._examples.check(call.prompt_index)
-        if call.kind is CallKind.CALL_TOOLS:
-            return tuple([await self._call_tool(each) for each in call.conversation.messages[-1].tool_calls])
         example = self._examples.find(call.purpose, call.prompt_index)
+        if call.kind is CallKind.CALL_TOOLS:
+            state = self._transcript(call.conversation, example).state
+            calls = call.conversation.messages[-1].tool_calls
+            return tuple([await self._call_tool(each, state) for each in calls]), _pickled(state, "a tool's state")
         if call.kind is CallKind.EXAMPLE:
             return ExamplePrompt(plain(example.prompt), _as_text(example.answer))
         if call.kind is CallKind.PLAY:
@@ -171,17 +173,23 @@ class UserCode:
             state = self._environment.play(example, call.endpoint)
             return _pickled(asyncio.run(_awaited(state)) if inspect.isawaitable(state) else state, "play")
         if call.kind is CallKind.SCORE_GROUP:
-            scores = await self._rubric.score_group_async(example, [_transcript(each) for each in call.group])
+            group = [self._transcript(each, example) for each in call.group]
+            scores = await self._rubric.score_group_async(example, group)
             return tuple(map(tuple, scores))
-        transcript = _transcript(call.conversation)
+        transcript = self._transcript(call.conversation, example)
         if call.kind is CallKind.SCORE:
             return tuple(await self._rubric.score_async(example, transcript))
         reply = self._environment.respond(example, transcript)
         return _reply(await reply if inspect.isawaitable(reply) else reply)
 
-    async def _call_tool(self, call: ToolCall) -> Message:
+    def _transcript(self, conversation: Conversation, example: Example) -> Transcript:
+        begun = conversation.state is not None
+        state = pickle.loads(conversation.state) if begun else self._environment.initial_state(example)  # type: ignore[arg-type]
+        return Transcript(conversation.messages, conversation.finish_reasons, state)
+
+    async def _call_tool(self, call: ToolCall, state: Any) -> Message:
         try:
-            answer = await self._tools.answer(call)
+            answer = await self._tools.answer(call, state)
         except ToolError as error:
             answer = self._environment.tool_error(str(error))
             if not isinstance(answer, str):
@@ -217,11 +225,6 @@ def _bound_memory(nbytes: int) -> None:
     bound = pages * resource.getpagesize() + nbytes
     if most == resource.RLIM_INFINITY or bound < most:
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
-
-
-def _transcript(conversation: Conversation) -> Transcript:
-    state = None if conversation.state is None else pickle.loads(conversation.state)
-    return Transcript(conversation.messages, conversation.finish_reasons, state)
 
 
 def _as_text(answer: Any) -> str:

@@ -271,7 +271,7 @@ _Score = tuple[Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWA
 VALUES = {
     CallKind.EXAMPLE: reader(ExamplePrompt),
     CallKind.RESPOND: reader(tuple[tuple[Message, ...], bool, bytes | None]),
-    CallKind.CALL_TOOLS: reader(tuple[Message, ...]),
+    CallKind.CALL_TOOLS: reader(tuple[tuple[Message, ...], bytes | None]),
     CallKind.SCORE: reader(_Score),
     CallKind.SCORE_GROUP: reader(tuple[_Score, ...]),
     CallKind.CHECK: reader(TaskCheck),

@@ -35,12 +35,17 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+ENOUGH_STEPS = 10
+"""In a row with a loss below `trainer.warmup.enough_loss`."""
+
+
 async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
     """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0. Raises TaskError: a demonstration
     cannot be made; SamplesLost: some were lost again and again."""
-    steps = system.config.trainer.warmup.steps
+    steps, enough = system.config.trainer.warmup.steps, system.config.trainer.warmup.enough_loss
     if not steps:
         return
+    below = 0  # steps in a row
     ahead = _demonstrate(system, 0)
     owned: SampleBatch | None = None  # samples of the current step
     try:
@@ -61,6 +66,11 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
                         owned = await _shown(_demonstrate(system, step, attempt))
                 await system.rollouts.release(owned)
                 owned = None
+            below = below + 1 if metrics["loss"] < enough else 0
+            if below == ENOUGH_STEPS and step + 1 < steps:
+                display.print_line(f"warm-up step {step + 1}/{steps}  loss {metrics['loss']:.4f}: enough")
+                await _give_up(system, None, ahead)
+                return
             if (step + 1) % max(1, steps // 5) == 0:
                 display.print_line(f"warm-up step {step + 1}/{steps}  loss {metrics['loss']:.4f}")
     except Exception:

@@ -115,6 +115,8 @@ class WarmupConfig:
     """0: none."""
     batch: Count = 128
     """Demonstrations of a step; demonstration number i is used once, in step i // batch."""
+    enough_loss: NotNegative = 0.0
+    """Nats per token: it ends after ten steps in a row below this. 0: never early."""
     lr: Positive = 3e-3
     """Of AdamW, at its peak. The optimizer's state is thrown away when RL begins."""
     lr_warmup_steps: int = 20

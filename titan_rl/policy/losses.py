@@ -15,7 +15,7 @@ from titan_rl.bounds import NotNegative, Share
 from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.importing import import_name
 from titan_rl.policy.algorithms import short_names
-from titan_rl.policy.algorithms.base import AGGREGATIONS, LARGEST_LOG_RATIO, TrainedTokens, bounded_exp
+from titan_rl.policy.algorithms.base import AGGREGATIONS, LARGEST_LOG_RATIO, Gains, TrainedTokens, bounded_exp
 from titan_rl.policy.config import LossConfig
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ class Objective:
     trained tokens: the others do not weigh more for it. NaN is never masked, so it still ends the step.
     """
 
-    function: Callable[..., tuple[Tensor, Tensor]]
+    function: Callable[..., Gains]
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Of the function."""
-    aggregation: Literal["token_mean", "sample_mean", "sample_sum", ""] = ""
+    aggregation: Literal["", "token_mean", "sample_mean", "sample_sum"] = ""
     """See `AGGREGATIONS`; empty: the function's own."""
     entropy_bonus: NotNegative = 0.0
     """Weight of the entropy; at 0 the policy collapses to one answer sooner."""

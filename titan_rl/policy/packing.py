@@ -15,7 +15,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import TrainingError
+from titan_rl.policy.config import TrainerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,18 @@ class PackingPlan:
         nothing = ((),) * self.rounds
         shares = tuple(own if other == rank else nothing for other in range(len(self.microbatches)))
         return positions, replace(self, microbatches=shares, share_of=rank)
+
+
+def plan_step(batch: SampleBatch, config: TrainerConfig) -> PackingPlan:
+    """Which rank computes which sample of a step in which micro-batch, and the step's numbers."""
+    return plan_packing(
+        batch.lengths,
+        batch.group_ids,
+        ranks=config.data_parallel,
+        tokens_per_microbatch=config.max_tokens_per_microbatch,
+        trained_tokens=batch.trained_tokens,
+        advantages=batch.advantages,
+    )
 
 
 def plan_packing(

@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_rl.errors import TrainingError
 from titan_rl.policy.config import LogprobAlarmConfig
 from titan_rl.weights.ranks import Ranks
 
@@ -74,7 +73,6 @@ class StepMetrics:
         self, declared: Mapping[str, Literal["mean", "max"]], *, counted: bool, reference: bool = False
     ) -> None:
         self._ranks = Ranks(dist.group.WORLD)
-        self._declared = declared
         self._counted = counted
         self._reference = reference
         self._means = [name for name, kind in declared.items() if kind == "mean"]
@@ -107,10 +105,6 @@ class StepMetrics:
             on_policy: [N] bool, whether the current version sampled the token.
             reference_log_ratio: [N] logprob - reference logprob; None: there is no reference.
         """
-        if set(loss_metrics) != set(self._declared):
-            raise TrainingError(
-                f"the loss returned the metrics {sorted(loss_metrics)} but declares {sorted(self._declared)}"
-            )
         # float64: the weights are squared, and a float32 weight of e^45 is all it takes to overflow.
         log_ratio = log_ratio.double()
         weight = log_ratio.clamp(-_LARGEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT).exp()

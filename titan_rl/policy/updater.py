@@ -35,7 +35,7 @@ from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
-from titan_rl.policy.packing import PackingPlan, plan_packing
+from titan_rl.policy.packing import PackingPlan, plan_step
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
@@ -129,14 +129,7 @@ class PolicyUpdater:
 
     def plan(self, batch: SampleBatch) -> PackingPlan:
         """Which rank computes which sample in which micro-batch."""
-        return plan_packing(
-            batch.lengths,
-            batch.group_ids,
-            ranks=self._config.data_parallel,
-            tokens_per_microbatch=self._config.max_tokens_per_microbatch,
-            trained_tokens=batch.trained_tokens,
-            advantages=batch.advantages,
-        )
+        return plan_step(batch, self._config)
 
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
         """One supervised step on demonstrations: cross entropy of their responses. No policy version.

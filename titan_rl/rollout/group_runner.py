@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import fields
 
@@ -244,7 +244,7 @@ class GroupRunner:
         with user_code(f"rollout.advantage.name {name}"):
             for (_, trajectory), credit in zip(graded, self._advantages(group, **kwargs), strict=True):
                 turns = trajectory.turns
-                each = [credit] * len(turns) if isinstance(credit, (int, float)) else credit
+                each = credit if isinstance(credit, Sized) else [credit] * len(turns)
                 for turn, advantage in zip(turns, each, strict=True):
                     values = np.broadcast_to(np.asarray(advantage, np.float64), len(turn.completion.token_ids))
                     if not np.isfinite(values).all():

@@ -197,13 +197,15 @@ class OpenRollout:
     async def respond(self) -> EnvironmentReply:
         """The environment's answer to the conversation so far. Keeps the environment's new state. Raises TaskError if
         user code failed."""
-        added, done, self._state = await self._call(CallKind.RESPOND)
+        added, done, state = await self._call(CallKind.RESPOND)
+        self._state = self._state if state is None else state
         return EnvironmentReply(messages=added, done=done)
 
     async def call_tools(self) -> Sequence[Message]:
-        """The answers to the tool calls of the last message. Raises TaskError if a tool itself failed; a wrong call is
-        answered with a message."""
-        return await self._call(CallKind.CALL_TOOLS)
+        """The answers to the tool calls of the last message. Keeps the state that they left. Raises TaskError if a tool
+        itself failed; a wrong call is answered with a message."""
+        answers, self._state = await self._call(CallKind.CALL_TOOLS)
+        return answers
 
     async def score(self) -> Score:
         """The rubric's score of the conversation. Raises TaskError if user code failed."""

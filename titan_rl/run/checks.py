@@ -30,9 +30,11 @@ from titan_rl.importing import import_name, user_code
 from titan_rl.loop.stages import FILTERS
 from titan_rl.overrides import convert_value, did_you_mean, get_setting
 from titan_rl.policy.algorithms import short_names
+from titan_rl.policy.config import LossConfig
 from titan_rl.policy.losses import OF_EVERY_LOSS, Objective, build_loss
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.tiny import tiny_shape
+from titan_rl.rollout.config import AdvantageConfig
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
 from titan_rl.routing.strategies import build_strategy
@@ -226,15 +228,17 @@ def _strategy(config: RunConfig) -> None:
 
 
 def _algorithm(config: RunConfig) -> None:
-    loss = _named(config, "trainer.loss.name", short_names("loss"))
-    kwargs = config.trainer.loss.kwargs
-    of_every = {name: value for name, value in kwargs.items() if name in OF_EVERY_LOSS}
-    _check_arguments("trainer.loss.kwargs", Objective, of_every, given=("function", "kwargs"))
-    own = {name: value for name, value in kwargs.items() if name not in of_every}
-    _check_arguments("trainer.loss.kwargs", loss, own, given=("tokens",))
+    chosen: LossConfig | AdvantageConfig
+    for setting, chosen, function, given in (
+        ("trainer.loss", config.trainer.loss, "loss", "tokens"),
+        ("rollout.advantage", config.rollout.advantage, "advantages", "group"),
+    ):
+        found = _named(config, f"{setting}.name", short_names(function))
+        own = {k: v for k, v in chosen.kwargs.items() if setting != "trainer.loss" or k not in OF_EVERY_LOSS}
+        of_every = {name: value for name, value in chosen.kwargs.items() if name not in own}
+        _check_arguments(f"{setting}.kwargs", found, own, given=(given,), called=chosen.name)
+        _check_arguments(f"{setting}.kwargs", Objective, of_every, given=("function", "kwargs"))
     build_loss(config.trainer.loss)
-    advantages = _named(config, "rollout.advantage.name", short_names("advantages"))
-    _check_arguments("rollout.advantage.kwargs", advantages, config.rollout.advantage.kwargs, given=("group",))
 
 
 def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], base: type = object) -> Any:
@@ -297,7 +301,12 @@ def check_environment(config: RunConfig) -> None:
 
 
 def _check_arguments(
-    setting: str, function: Callable[..., Any], kwargs: Mapping[str, Any], *, given: Collection[str] = ()
+    setting: str,
+    function: Callable[..., Any],
+    kwargs: Mapping[str, Any],
+    *,
+    given: Collection[str] = (),
+    called: str = "",
 ) -> None:
     """Whether a call would take these arguments, besides those that are `given`. Of their types, only plain and bounded
     ones are looked at. Raises ConfigError, which names the argument as part of `setting`."""
@@ -314,10 +323,10 @@ def _check_arguments(
     for name in kwargs:
         if name not in named and not open_ended:
             takes = f"{did_you_mean(name, named)}; it takes {', '.join(named) or 'no arguments'}"
-            raise ConfigError(f"{setting}.{name}: {function.__name__} takes no such argument{takes}")
+            raise ConfigError(f"{setting}.{name}: {called or function.__name__} takes no such argument{takes}")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in kwargs:
-            raise ConfigError(f"{setting}.{name}: {function.__name__} needs this argument")
+            raise ConfigError(f"{setting}.{name}: {called or function.__name__} needs this argument")
         hint = parameter.annotation
         if name in kwargs and (hint in (bool, int, float, str) or get_origin(hint) in (Annotated, Literal)):
             convert_value(hint, kwargs[name], f"{setting}.{name}")

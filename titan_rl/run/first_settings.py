@@ -46,15 +46,22 @@ LEAST_THOUGHT = 256
 """Tokens of an answer by a policy that was trained before, which may think first."""
 MARKS, TOOL_MARKS = 32, 700
 """Tokens that a chat format adds to a message or a call; and to a prompt with tools, whose description comes on top."""
-PROGRAM_GROUPS, PROGRAM_STEPS = 8, 150
+PROGRAM_GROUPS, PROGRAM_STEPS = 4, 150
 """Of a run whose rollouts are played by programs: each is a process of its own."""
 KL_BAND = 0.05
 """Ten times what a step usually moves a tiny policy."""
 BONUS = "trainer.loss.kwargs.entropy_bonus"
-LUCK = 0.1
-"""Share of groups of answers at random with different rewards, in which the answer was guessed without the tool."""
+LUCK = 0.05
+"""Share of answers at random that are right. With fewer, right ones are taught first where they are known: that takes
+seconds, and what remains for rewards is what nobody demonstrates."""
 RIGHT = 0.9
 """Of the best reward that was seen: what an answer gets that counts as right."""
+TAUGHT: dict[str, tuple[int | float, str]] = {
+    "steps": (2_000, "differences of numbers need nearly all of them"),
+    "batch": (64, "demonstrations in each"),
+    "enough_loss": (0.002, "nats: when that is reached, they have been learned"),
+}
+"""Of the warm-up."""
 
 
 class Chosen(NamedTuple):
@@ -84,8 +91,8 @@ class Survey:
     """Of the policy, in the longest rollout or demonstration that was seen."""
     best: float = -inf
     """Best reward that was seen."""
-    different: float = 1.0
-    """Share of groups of answers at random with different rewards."""
+    lucky: float = 1.0
+    """Share of answers at random that are right."""
     longest_call: int = 0
     """Of the longest argument of a tool in a demonstration."""
 
@@ -141,11 +148,12 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
             if time.monotonic() < until:
                 played.append(await player.play(_asked(player, index, SAMPLES)))
         _read(found, (each for group in played for each in group))
+        worst_right = found.best - (1 - RIGHT) * abs(found.best)
         if len(played) >= FEWEST_GROUPS:
-            found.different = fmean(len({each.reward for each in group if not each.error}) > 1 for group in played)
+            found.lucky = fmean(not each.error and each.reward >= worst_right for group in played for each in group)
         at_once = not (player.info.multi_turn or player.info.tools or player.info.plays)
         answered = all(check.answers[: len(check.training)])
-        found.demonstrations |= at_once and answered and right >= found.best - (1 - RIGHT) * abs(found.best)
+        found.demonstrations |= at_once and answered and right >= worst_right
         return found
 
 
@@ -274,10 +282,11 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warm
     said = "a turn" if turns == 1 else f"{turns} turns"
     add("policy.tiny.max_length", length, f"prompts of up to {width * found.prompt} and {said}")
     add("generator.max_model_len", length, "room for prompt and answers")
-    rare = found.different <= (LUCK if info.tools else 0)
-    taught = found.demonstrations and not trained and rare
+    taught = found.demonstrations and not trained and found.lucky < LUCK
     if taught and warmup is None:
-        add("trainer.warmup.steps", 200, "answers at random get hardly any reward: right ones are taught first")
+        first = f"{found.lucky:.1%} of answers at random are right: right ones are taught first; "
+        for name, (value, why) in TAUGHT.items():
+            add(f"trainer.warmup.{name}", value, first * (name == "steps") + why)
     if taught if warmup is None else warmup and not trained:
         add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps")
         add(BONUS, 0.05, "and searched around, not forgotten")

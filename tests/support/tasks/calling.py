@@ -2,7 +2,7 @@
 
 import asyncio
 
-from titan_rl.environments.base import Environment, EnvironmentReply, Example, Message, Rubric, ToolError, tool
+from titan_rl.environments.base import Environment, EnvironmentReply, Example, Message, Rubric, State, ToolError, tool
 
 
 def length_of(expression: str) -> str:
@@ -63,3 +63,28 @@ class CallingAndAnswering(Calling):
 
     def respond(self, example, transcript):
         return EnvironmentReply(messages=(Message("user", "8="),), done=len(transcript.finish_reasons) > 3)
+
+
+@tool
+def note(expression: str, notes: State) -> str:
+    notes.append(expression)
+    return str(len(notes))
+
+
+def noted(example, transcript):
+    return float(10 * len(transcript.state) + sum(map(int, transcript.state)))
+
+
+class Noting(Calling):
+    """Remembers what this rollout has noted; says something itself after a turn that notes nothing."""
+
+    function = note
+
+    def initial_state(self, example):
+        return []
+
+    def respond(self, example, transcript):
+        return EnvironmentReply(messages=(Message("user", "8="),), done=len(transcript.finish_reasons) > 3)
+
+    def rubric(self):
+        return Rubric(noted)

@@ -1,7 +1,7 @@
 """What an algorithm is: a function that gives credit, a function that turns credit into a gradient, or both.
 
     def advantages(group: Sequence[GradedRollout], *, …) -> Sequence[Credit]     in the rollout worker, numpy
-    def loss(tokens: TrainedTokens, *, …) -> tuple[Tensor, Tensor]               in the trainer, torch
+    def loss(tokens: TrainedTokens, *, …) -> Gains                               in the trainer, torch
 
 - Each file beside this one is an algorithm, by the name of the file. A file of yours is one too:
   `--trainer.loss.name mine.py:loss`, `--rollout.advantage.name mine.py:advantages`. Keyword arguments come from
@@ -20,12 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Gains: TypeAlias = "tuple[Tensor, Tensor]"
+"""What to maximise [N], and where a gradient was removed or bounded [N] bool."""
 
 LARGEST_LOG_RATIO = 20.0
 """Nats. A ratio of e^20 = 4.9e8 is beyond every clip and cap that anybody sets, and its square, which a gradient's norm
@@ -102,7 +105,7 @@ class TrainedTokens:
         return replace(self, **{name: getattr(self, name)[mask] for name in names})
 
 
-def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Gains:
     """PPO's pessimistic bound min(r A, clip(r, 1 - low, 1 + high) A), and where it bites (arXiv:1707.06347, eq. 7)."""
     free, held = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages
     return free.minimum(held), held < free
@@ -132,13 +135,19 @@ class GradedRollout:
         return sum(turn.tokens for turn in self.turns)
 
 
-Credit = float | Sequence[float]
-"""The advantage of a whole rollout, or one for each of its turns."""
+Credit = float | Sequence[float | np.ndarray]
+"""The advantage of a whole rollout, or one for each of its turns: a number, or one for each token [n]."""
 
 
 def rewards_of(group: Sequence[GradedRollout]) -> np.ndarray:
     """[n] float64."""
     return np.array([rollout.reward for rollout in group], dtype=np.float64)
+
+
+def above_mean(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """x - mean; exactly 0 where all are equal, which their mean's rounding would not be. All weights 0: as without."""
+    values = values - values[0]
+    return values - np.average(values, weights=weights if weights is not None and weights.any() else None)
 
 
 def standardized(values: np.ndarray, epsilon: float) -> np.ndarray:

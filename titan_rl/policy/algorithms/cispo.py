@@ -10,16 +10,11 @@ Run      --trainer.loss.name cispo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from titan_rl.bounds import NotNegative, Share
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens, *, low: Share = 1.0, high: NotNegative = 4.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, low: Share = 1.0, high: NotNegative = 4.0) -> Gains:
     weight = tokens.weight
     held = weight.clamp(1 - low, 1 + high)
     return held * tokens.advantages * tokens.logprobs, held != weight

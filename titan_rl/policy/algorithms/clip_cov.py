@@ -1,7 +1,7 @@
 """Clip-Cov: the few tokens that carry the collapse of the entropy lose their gradient. (arXiv:2505.22617)
 
 When     entropy falls to 0 early and an entropy bonus makes the policy noisy.
-Is       r A, without the tokens whose covariance of logprob and advantage is within [low, high], eq. 11 and 12.
+Is       r A, without the tokens whose covariance of logprob and advantage is within [low, high], section 4.2.
 Is not   a clip by the ratio.
 Differs  a token's covariance is A (logprob - mean of its sample): the group's mean advantage is 0, and a mean over the
          batch would make the gradient depend on what else is computed. All tokens in the band are taken, not a drawn
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from titan_rl.policy.algorithms.base import TrainedTokens
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +25,7 @@ def covariance(tokens: TrainedTokens) -> Tensor:
     return tokens.advantages * (logprobs - tokens.sample_mean(logprobs))
 
 
-def loss(tokens: TrainedTokens, *, low: float = 1.0, high: float = 5.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, low: float = 1.0, high: float = 5.0) -> Gains:
     found = covariance(tokens)
     held = (found >= low) & (found <= high)
-    ratio = tokens.ratio
-    return ratio.where(~held, ratio.detach()) * tokens.advantages, held
+    return tokens.ratio.masked_fill(held, 0.0) * tokens.advantages, held

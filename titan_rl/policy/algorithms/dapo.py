@@ -11,15 +11,19 @@ Run      --rollout.advantage.name dapo --rollout.advantage.kwargs.longest 512 --
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from titan_rl.bounds import Count, CountOrZero, NotNegative, Share
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, TrainedTokens, clipped, rewards_of, standardized
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import (
+    Credit,
+    Gains,
+    GradedRollout,
+    TrainedTokens,
+    clipped,
+    rewards_of,
+    standardized,
+)
 
 
 def advantages(
@@ -32,5 +36,5 @@ def advantages(
     return standardized(rewards, epsilon).tolist()
 
 
-def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.28) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.28) -> Gains:
     return clipped(tokens.ratio, tokens.advantages, clip_low, clip_high)

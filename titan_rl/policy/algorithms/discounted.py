@@ -1,4 +1,4 @@
-"""Discounted credit: of a reward that the last turn earned, earlier turns get less. (arXiv:1506.02438, eq. 1)
+"""Discounted credit: of a reward that the last turn earned, earlier turns get less. (arXiv:1506.02438, eq. 4)
 
 When     rollouts have many turns and the last ones decide.
 Is       gamma^(turns left) * A_i, with GRPO's A_i: the return of a turn where only the last one is rewarded.

@@ -11,18 +11,13 @@ Run      --trainer.loss.name dppo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from titan_rl.bounds import Positive
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(
-    tokens: TrainedTokens, *, divergence: Literal["tv", "kl"] = "tv", limit: Positive = 0.15
-) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, divergence: Literal["tv", "kl"] = "tv", limit: Positive = 0.15) -> Gains:
     ratio, now, before = tokens.ratio, tokens.logprobs.detach().exp(), tokens.behaviour_logprobs.exp()
     if divergence == "tv":
         moved = (now - before).abs()

@@ -10,22 +10,17 @@ Run      --rollout.advantage.name dr_grpo --trainer.loss.name dr_grpo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from titan_rl.bounds import NotNegative, Share
 from titan_rl.policy.algorithms import grpo
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, TrainedTokens, rewards_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Credit, Gains, GradedRollout, TrainedTokens, above_mean, rewards_of
 
 
 def advantages(group: Sequence[GradedRollout]) -> Sequence[Credit]:
-    rewards = rewards_of(group)
-    return (rewards - rewards.mean()).tolist()
+    return above_mean(rewards_of(group)).tolist()
 
 
-def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> Gains:
     return grpo.loss(tokens, clip_low=clip_low, clip_high=clip_high)
 
 

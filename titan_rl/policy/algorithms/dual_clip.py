@@ -1,7 +1,7 @@
 """Dual-clip PPO: a bad token that became likely pushes down only so hard. (arXiv:1912.09729)
 
 When     old samples with negative advantages make steps explode.
-Is       PPO's clipped surrogate, and where A < 0 at least c A, eq. 5.
+Is       PPO's clipped surrogate, and where A < 0 at least c A.
 Is not   a bound for positive advantages, which PPO's own clip holds.
 Differs  not from the equation.
 Run      --trainer.loss.name dual_clip
@@ -9,15 +9,12 @@ Run      --trainer.loss.name dual_clip
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
 from titan_rl.bounds import NotNegative, Share
-from titan_rl.policy.algorithms.base import TrainedTokens, clipped
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens, clipped
 
 
 def loss(
@@ -26,7 +23,7 @@ def loss(
     clip_low: Share = 0.2,
     clip_high: NotNegative = 0.2,
     c: Annotated[float, Meta(gt=1)] = 3.0,
-) -> tuple[Tensor, Tensor]:
+) -> Gains:
     gains, bites = clipped(tokens.ratio, tokens.advantages, clip_low, clip_high)
     least = c * tokens.advantages
     held = (tokens.advantages < 0) & (gains < least)

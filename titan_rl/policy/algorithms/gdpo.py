@@ -23,6 +23,8 @@ def advantages(
 ) -> Sequence[Credit]:
     weights = scores or {name: 1.0 for rollout in group for name in rollout.parts}
     total = np.zeros(len(group))
+    if absent := weights.keys() - {name for rollout in group for name in rollout.parts}:
+        raise ValueError(f"no rollout has a score {', '.join(sorted(absent))}")
     for name, weight in weights.items():
         total += weight * standardized(np.array([rollout.parts.get(name, 0.0) for rollout in group]), epsilon)
     return total.tolist()

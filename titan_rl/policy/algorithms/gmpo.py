@@ -10,19 +10,14 @@ Run      --trainer.loss.name gmpo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from titan_rl.bounds import Positive
-from titan_rl.policy.algorithms.base import TrainedTokens, bounded_exp
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp
 
 
-def loss(tokens: TrainedTokens, *, clip: Positive = 0.4) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, clip: Positive = 0.4) -> Gains:
     log_ratio = tokens.log_ratio
     held = log_ratio.clamp(max=clip).where(tokens.advantages > 0, log_ratio.clamp(min=-clip))
-    return tokens.advantages * bounded_exp(tokens.sample_mean(held)), held != log_ratio
+    return tokens.advantages * bounded_exp(tokens.sample_mean(held)), (held != log_ratio) & (tokens.advantages != 0)
 
 
 loss.aggregation = "sample_mean"  # type: ignore[attr-defined]

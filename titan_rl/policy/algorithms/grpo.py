@@ -6,23 +6,28 @@ Is       A_i = (r_i - mean r) / (std r + epsilon), section 4.1.2; per token min(
 Is not   GRPO's KL term, which is `trainer.kl` with any loss.
 Differs  every token weighs alike instead of every sample (DAPO, arXiv:2503.14476, eq. 8): `aggregation` "sample_mean"
          is the paper's. The deviation is the unbiased one.
+Run      without any setting
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from titan_rl.bounds import NotNegative, Share
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, TrainedTokens, clipped, rewards_of, standardized
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import (
+    Credit,
+    Gains,
+    GradedRollout,
+    TrainedTokens,
+    clipped,
+    rewards_of,
+    standardized,
+)
 
 
 def advantages(group: Sequence[GradedRollout], *, epsilon: NotNegative = 1e-4) -> Sequence[Credit]:
     return standardized(rewards_of(group), epsilon).tolist()
 
 
-def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2) -> Gains:
     return clipped(tokens.ratio, tokens.advantages, clip_low, clip_high)

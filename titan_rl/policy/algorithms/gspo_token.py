@@ -9,16 +9,11 @@ Run      --trainer.loss.name gspo_token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from titan_rl.bounds import NotNegative, Share
-from titan_rl.policy.algorithms.base import TrainedTokens, bounded_exp, clipped
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp, clipped
 
 
-def loss(tokens: TrainedTokens, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, clip_low: Share = 3e-4, clip_high: NotNegative = 4e-4) -> Gains:
     whole = bounded_exp(tokens.sample_mean(tokens.log_ratio)).detach()
     ratio = whole * (tokens.logprobs - tokens.logprobs.detach()).exp()
     return clipped(ratio, tokens.advantages, clip_low, clip_high)

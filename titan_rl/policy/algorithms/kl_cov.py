@@ -2,26 +2,21 @@
 
 When     as Clip-Cov, more gently.
 Is       r A, minus weight * (log r)^2 / 2 for the tokens whose covariance of logprob and advantage is above `limit`,
-         eq. 13 and 14.
+         section 4.2.
 Is not   a KL term for all tokens, which is `trainer.kl`.
 Differs  the covariance is `clip_cov`'s; tokens are chosen by a limit and not by a share of the batch; the penalty is
-         the KL estimate whose gradient is the KL's own (k2).
+         k2, whose gradient is the KL's own near r = 1.
 Run      --trainer.loss.name kl_cov
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from titan_rl.bounds import NotNegative
-from titan_rl.policy.algorithms.base import TrainedTokens
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 from titan_rl.policy.algorithms.clip_cov import covariance
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-def loss(tokens: TrainedTokens, *, limit: float = 1.0, weight: NotNegative = 1.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, limit: float = 1.0, weight: NotNegative = 1.0) -> Gains:
     held = covariance(tokens) > limit
     penalty = weight * tokens.log_ratio.square() / 2
     return tokens.ratio * tokens.advantages - penalty.where(held, 0.0), held

@@ -2,7 +2,7 @@
 
 When     samples are many versions old and a clip throws away most of what they teach.
 Is       r A, without as many of the tokens with the largest (log r)^2 as it takes for the mean of the others to be at
-         most `limit`, eq. 9; only tokens that push away from r = 1 are counted and left out, as PPO's clip does.
+         most `limit`; only tokens that push away from r = 1 are counted and left out, as PPO's clip does.
 Is not   a bound for single tokens.
 Differs  the mean is over a sample's tokens and not over the batch, so that the gradient does not depend on which
          samples are computed together.
@@ -11,16 +11,11 @@ Run      --trainer.loss.name m2po
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from titan_rl.bounds import Positive
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens, *, limit: Positive = 0.04) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, limit: Positive = 0.04) -> Gains:
     ratio, square = tokens.ratio, tokens.log_ratio.detach().double().square()
     pushes = (ratio.detach() - 1) * tokens.advantages > 0
     square = square.where(pushes, 0.0)

@@ -2,7 +2,7 @@
 
 When     rewards are right or wrong and most prompts are hard: hard prompts get the gradient of maximum likelihood.
 Is       A_i = (r_i - mean r) / mean r; 0 where nobody succeeded.
-Is not   for rewards below 0, whose mean says nothing about success: such groups get 0.
+Is not   for rewards below 0, whose mean says nothing about success; a group whose mean is not above 0 gets 0.
 Differs  not from the estimator for one group; epsilon is added to the mean.
 Run      --rollout.advantage.name maxrl --trainer.loss.name reinforce
 """
@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from titan_rl.bounds import NotNegative
-from titan_rl.policy.algorithms.base import Credit, GradedRollout, rewards_of
+from titan_rl.policy.algorithms.base import Credit, GradedRollout, above_mean, rewards_of
 
 
 def advantages(group: Sequence[GradedRollout], *, epsilon: NotNegative = 1e-6) -> Sequence[Credit]:
     rewards = rewards_of(group)
     mean = rewards.mean()
-    return ((rewards - mean) / (mean + epsilon) if mean > 0 else 0 * rewards).tolist()
+    return (above_mean(rewards) / (mean + epsilon) if mean > 0 else 0 * rewards).tolist()

@@ -10,17 +10,14 @@ Run      --trainer.loss.name mis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
-from titan_rl.policy.algorithms.base import TrainedTokens, bounded_exp
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp
 
 
-def loss(tokens: TrainedTokens, *, cap: Annotated[float, Meta(ge=1)] = 2.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, cap: Annotated[float, Meta(ge=1)] = 2.0) -> Gains:
     whole = bounded_exp(tokens.sample_sum(tokens.log_ratio.detach()))
     dropped = whole > cap
     return whole.masked_fill(dropped, 0.0) * tokens.advantages * tokens.logprobs, dropped

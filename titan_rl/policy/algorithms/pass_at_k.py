@@ -4,7 +4,7 @@ When     the policy is to keep finding different answers, for search or later tr
 Is       with N rollouts, W of them wrong, the mean R = 1 - C(W, k) / C(N, k) and the deviation s = sqrt(R (1 - R)):
          a right one gets (1 - R) / s, a wrong one (1 - R - C(W - 1, k - 1) / C(N - 1, k - 1)) / s, eq. 10 to 15.
 Is not   for graded rewards: a rollout is right if its reward is at least `success`, and wrong otherwise.
-Differs  not from the analytical form.
+Differs  not from the analytical form. Of fewer rollouts than k, k is their number.
 Run      --rollout.advantage.name pass_at_k --rollout.advantage.kwargs.k 4
 """
 

@@ -10,19 +10,12 @@ Run      --trainer.loss.name sapo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from titan_rl.bounds import Positive
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(
-    tokens: TrainedTokens, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05
-) -> tuple[Tensor, Tensor]:
-    tau = tau_negative + (tau_positive - tau_negative) * (tokens.advantages > 0)
+def loss(tokens: TrainedTokens, *, tau_positive: Positive = 1.0, tau_negative: Positive = 1.05) -> Gains:
+    tau = tokens.advantages.new_tensor(tau_positive).where(tokens.advantages > 0, tau_negative)
     return 4 / tau * (tau * (tokens.ratio - 1)).sigmoid() * tokens.advantages, tokens.none()
 
 

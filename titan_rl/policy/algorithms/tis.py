@@ -10,16 +10,13 @@ Run      --trainer.loss.name tis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from msgspec import Meta
 
-from titan_rl.policy.algorithms.base import TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens, *, cap: Annotated[float, Meta(ge=1)] = 2.0) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens, *, cap: Annotated[float, Meta(ge=1)] = 2.0) -> Gains:
     weight = tokens.weight
     return weight.clamp(max=cap) * tokens.advantages * tokens.logprobs, weight > cap

@@ -10,15 +10,10 @@ Run      --trainer.loss.name topr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from titan_rl.policy.algorithms.base import TrainedTokens, bounded_exp
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp
 
 
-def loss(tokens: TrainedTokens) -> tuple[Tensor, Tensor]:
+def loss(tokens: TrainedTokens) -> Gains:
     whole = bounded_exp(tokens.sample_sum(tokens.log_ratio.detach())).clamp(max=1.0)
     tapered = (tokens.advantages < 0) & (whole < 1)
     return whole.where(tokens.advantages < 0, 1.0) * tokens.advantages * tokens.logprobs, tapered
