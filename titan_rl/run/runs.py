@@ -64,8 +64,6 @@ CLOSE = (
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A run that goes on."""
-
     run: Path
     chosen: Checkpoint | None = None
     """None: the newest sound one."""

@@ -138,8 +138,6 @@ class Schedule:
 
 
 class Untrainable(StrEnum):
-    """Why a group teaches nothing."""
-
     SOLVED = "solved"
     """All its rollouts got the same reward, and each is an exact match."""
     EQUAL_REWARDS = "all rewards equal"
