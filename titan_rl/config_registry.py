@@ -199,5 +199,4 @@ def load_recipe(name: str) -> RunConfig:
 
 
 def first_line(documented: object) -> str:
-    """The first line of a docstring."""
     return (inspect.getdoc(documented) or "").partition("\n")[0]

@@ -22,7 +22,6 @@ CONFIG, SUMMARY = "config.toml", "summary.json"
 ENDING = "ending.json"
 """Written when the run ends and its process still can: its exit code, and how it ended, in words."""
 METRICS = "metrics.jsonl"
-"""The numbers of every step."""
 CONTROL = "control"
 """There while the run is up: a link to the socket that takes commands, whose own path must be short."""
 

@@ -1,6 +1,7 @@
-"""`titan-rl export --run RUN --directory DIR`: the weights of a run's checkpoint in Hugging Face format.
+"""usage: {prog} --run RUN --directory DIR
 
-They come in the dtype that the trainer computes in; the checkpoint itself keeps float32.
+Write the weights of a checkpoint in Hugging Face format, with config and tokenizer. They come in the dtype that the
+trainer computes in; the checkpoint itself keeps float32.
 """
 
 from __future__ import annotations
@@ -55,10 +56,7 @@ def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -
 
 VERB = Verb(
     act=_act,
-    about="""
-usage: {prog} --run RUN --directory DIR
-
-Write the weights of a checkpoint in Hugging Face format, with config and tokenizer.""",
+    about=__doc__,
     options={
         "--run RUN": "a run directory (its newest checkpoint) or one of its checkpoints",
         "--directory DIR": "where to: a new or an empty directory, or an earlier export, which is replaced",

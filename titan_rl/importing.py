@@ -115,13 +115,8 @@ def import_user_module(name: str) -> ModuleType:
 
 
 def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
-    """The object that `name` names. Raises ConfigError: unknown short name, missing module or attribute, or the module
-    cannot be imported.
-
-    Args:
-        name: a key of `short_names`, `pkg.mod:Name`, or `file.py:Name`.
-        short_names: short name to `pkg.mod:Name`.
-    """
+    """The object that `name` names: a key of `short_names` (short name → `pkg.mod:Name`), `pkg.mod:Name`, or
+    `file.py:Name`. Raises ConfigError: there is none, or its module cannot be imported."""
     short_names = short_names or {}
     target = short_names.get(name, name)
     where, colon, attribute = target.rpartition(":")

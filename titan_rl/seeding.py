@@ -23,15 +23,10 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def request_seed(run_seed: int, purpose: Purpose, group_id: int, sample: int, prompt: str, repeat: int = 0) -> int:
-    """Seed of one request. An interrupted completion goes on with the same seed.
-
-    Args:
-        prompt: its `prompt_digest`.
-        repeat: number of requests with this prompt that the rollout made before.
-    """
+    """Seed of one request, whose prompt has this `prompt_digest` and was asked `repeat` times before in its rollout. An
+    interrupted completion goes on with the same seed."""
     return derive_seed(run_seed, purpose.value, group_id, sample, prompt, repeat)
 
 
 def prompt_digest(token_ids: Sequence[int] | np.ndarray) -> str:
-    """Names the tokens of a prompt."""
     return hashlib.blake2b(np.asarray(token_ids, dtype=np.int32).tobytes(), digest_size=16).hexdigest()

@@ -1,6 +1,10 @@
-"""`titan-rl serve --policy.path DIR`: a checkpoint behind an OpenAI-compatible HTTP server.
+"""usage: {prog} --policy.path DIR [--host HOST] [--port PORT] [--api-key KEY] [--model-name NAME]
+       [--recipe NAME] [--config FILE.toml] [--section.key VALUE ...] [--dry-run]
 
-Loads neither torch nor Monarch before the config was found to be right.
+Serve a checkpoint to any program that speaks the OpenAI API, at http://HOST:PORT/v1.
+
+exit codes: 0 stopped by Ctrl-C, SIGTERM or SIGHUP; 1 failed; 2 wrong config, or a port in use: nothing was started
+signals:    SIGUSR1 prints the stacks of all threads and tasks of every process into the logs
 """
 
 from __future__ import annotations
@@ -76,14 +80,7 @@ def _act(command: Command, prog: str) -> int:
 VERB = Verb(
     act=_act,
     config=lambda command: _with_gateway(checkpoint()),
-    about="""
-usage: {prog} --policy.path DIR [--host HOST] [--port PORT] [--api-key KEY] [--model-name NAME]
-       [--recipe NAME] [--config FILE.toml] [--section.key VALUE ...] [--dry-run]
-
-Serve a checkpoint to any program that speaks the OpenAI API, at http://HOST:PORT/v1.
-
-exit codes: 0 stopped by Ctrl-C, SIGTERM or SIGHUP; 1 failed; 2 wrong config, or a port in use: nothing was started
-signals:    SIGUSR1 prints the stacks of all threads and tasks of every process into the logs""",
+    about=__doc__,
     options={
         "--policy.path DIR": "Qwen3 checkpoint in Hugging Face format",
         "--host HOST": "address to listen on (127.0.0.1); any other than loopback needs --api-key",

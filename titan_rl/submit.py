@@ -5,12 +5,7 @@ Every node runs `python -m titan_rl.train …` with RANK, WORLD_SIZE, MASTER_ADD
 (`hosts.worker`): rank 0 is the controller, every other rank a worker. A job that is started again goes on, because each
 start has `--resume auto`, in a directory that belongs to this job alone.
 
-- Slurm takes the job back (preemption, `scontrol requeue`): every process gets SIGTERM, the run saves, and Slurm queues
-  the job again. When the time is nearly over every process gets SIGHUP: the run saves, exits with 129, and the script
-  queues the job again. A job that fails, is done or is cancelled stays where it is. Ranks meet on a port that was free
-  on the first node, so several jobs may share a node.
-- On Kubernetes a pod that is evicted or fails is started again. If it was rank 0's, the others fail and are started
-  again too, and the run goes on from its newest checkpoint. A NetworkPolicy lets nobody but these pods reach them.
+`run/README.md` says what becomes of a job that is taken back, fails or runs out of time.
 
 Monarch's job classes are not used (0.7); its workers and its attachment are. SlurmJob names one port before it has
 nodes, so two jobs on a node collide. Its workers end at the SIGTERM by which Slurm takes a job back, before a trainer
@@ -50,8 +45,6 @@ TRUSTED = "Trusted networks only: whoever reaches a port of the run can run any 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a job starts."""
-
     name: str
     directory: Path
     """Of the job, on a file system that all nodes share; the run is below it."""
@@ -61,7 +54,6 @@ class Start:
     """Bytes of /dev/shm that the run takes on a host."""
 
     def command(self, python: str) -> list[str]:
-        """The command of every node."""
         own = ("--logging.directory", str(self.directory), "--resume", "auto", "--trusted-network")
         return [python, "-m", "titan_rl.train", *self.arguments, *own]
 
@@ -204,7 +196,6 @@ _OF_THE_JOB = {"--resume", _DRY_RUN, "--help", "placement.hosts", "placement.tru
 
 
 def main(arguments: Sequence[str], *, prog: str) -> int:
-    """Returns the exit code."""
     kind, *words = arguments or ("--help",)
     if kind in ("-h", "--help"):
         print(f"usage: {prog} KIND --nodes N --trusted-network [OPTIONS] -- ARGUMENTS\n")

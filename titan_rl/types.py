@@ -78,8 +78,6 @@ SAMPLED_ARRAYS: dict[str, np.dtype[Any]] = {
 
 
 class FinishReason(StrEnum):
-    """Why a completion ended."""
-
     STOP = "stop"
     """The engine sampled a stop token; it is the last of `token_ids`."""
     LENGTH = "length"
@@ -89,8 +87,6 @@ class FinishReason(StrEnum):
 
 
 class StopReason(StrEnum):
-    """Why a rollout ended."""
-
     STOP = "stop"
     """The policy ended its only turn."""
     LENGTH = "length"
@@ -108,7 +104,6 @@ class StopReason(StrEnum):
     TIMEOUT = "timeout"
     """`rollout.seconds` were over, or user code took longer than `environment.step_seconds`."""
     ABORT = "abort"
-    """A request was aborted."""
 
 
 EXACT_MATCH = "exact_match"
@@ -180,8 +175,6 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine sampled for one request."""
-
     request_id: str
     token_ids: np.ndarray  # [T] int32, stop token included
     logprobs: np.ndarray  # [T] float32, of the sampled tokens after temperature and truncation
@@ -214,7 +207,6 @@ class Piece:
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
         return self.offset + len(self.token_ids)
 
     @staticmethod
@@ -243,8 +235,6 @@ class ToolSpec(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A policy's attempt to call a function."""
-
     name: str
     arguments: dict[str, Any]
     problem: str = ""
@@ -276,7 +266,6 @@ class Endpoint:
     """Where a program finds the policy for one rollout: an OpenAI-compatible server."""
 
     base_url: str
-    """Such as `http://127.0.0.1:41234/v1`."""
     api_key: str
     """Names the rollout: whatever is asked with this key becomes part of it."""
     model: str

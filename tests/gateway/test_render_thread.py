@@ -2,11 +2,10 @@
 
 import asyncio
 import threading
-import time
 
 import pytest
 
-from titan_rl.gateway.sampling import RETURN_SECONDS, RenderThread
+from titan_rl.gateway.sampling import RenderThread
 
 
 class PanicError(BaseException):
@@ -54,20 +53,3 @@ async def test_what_was_asked_for_by_a_caller_that_left_is_not_done():
     go_on.set()
     await asyncio.gather(first, last)
     assert left.cancelled() and order == ["first", "last"]
-
-
-@pytest.mark.asyncio
-async def test_what_is_done_does_not_wait_for_a_long_work_behind_it():
-    thread, go_on = RenderThread(), threading.Event()
-
-    def short():
-        end = time.monotonic() + 2 * RETURN_SECONDS
-        while time.monotonic() < end:
-            pass
-
-    before = [asyncio.create_task(thread.run(short)) for _ in range(3)]
-    long = asyncio.create_task(thread.run(go_on.wait))
-    await asyncio.gather(*before)
-    assert not long.done()
-    go_on.set()
-    assert await long

@@ -18,6 +18,7 @@ def line(**changes: Any) -> dict[str, Any]:
         "group": 417,
         "attempt": 0,
         "sample": 1,
+        "sampled_tokens": 2,
         "kept": ["best"],
         "reward": 1.0,
         "reward_parts": {"right": 1.0},

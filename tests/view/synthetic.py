@@ -137,6 +137,7 @@ def _rollout(
         "sample": sample,
         "kept": ["best"] if sample == 0 else ["worst"] if sample == 1 else ["random"],
         "reward": reward,
+        "sampled_tokens": sum(map(sum, (branch["trained"] for branch in branches))),
         "reward_parts": {"exact_match": reward, "tool_use": 1.0},
         "advantage": None if evaluated else round((reward - skill) / 0.4, 6),
         "stop_reason": "stop",

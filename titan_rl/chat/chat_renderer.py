@@ -57,7 +57,7 @@ class ChatRenderer:
         before = [*prompt, *completion]
         with _writing():
             rendered = self._renderer.bridge_to_next_turn(
-                list(prompt), list(completion), _as_dicts(messages), tools=_declared(tools)
+                list(prompt), list(completion), as_dicts(messages), tools=_declared(tools)
             )
         if rendered is None or rendered.token_ids[: len(before)] != before:
             raise TaskError(
@@ -97,7 +97,7 @@ class ChatRenderer:
         with _writing():
             return list(
                 self._renderer.render_ids(
-                    _as_dicts(messages), tools=_declared(tools), add_generation_prompt=add_generation_prompt
+                    as_dicts(messages), tools=_declared(tools), add_generation_prompt=add_generation_prompt
                 )
             )
 
@@ -121,7 +121,7 @@ def _writing() -> Iterator[None]:
         raise TaskError(f"this chat format cannot write the messages: {type(error).__name__}: {error}") from error
 
 
-def _as_dicts(messages: Messages) -> list[dict[str, Any]]:
+def as_dicts(messages: Messages) -> list[dict[str, Any]]:
     """Messages as chat templates expect them: arguments of calls as objects, empty fields left out."""
     return [
         _present(
@@ -150,7 +150,6 @@ def _declared(tools: Tools) -> list[dict[str, Any]] | None:
 
 
 def _tool_call(parsed: Any) -> ToolCall:
-    """A `ParsedToolCall` of the library as our own."""
     name, arguments, problem = parsed.name or "", parsed.arguments, ""
     if parsed.status != "ok":
         problem = f"the tool call could not be read ({parsed.status.replace('_', ' ')}): {parsed.raw}"

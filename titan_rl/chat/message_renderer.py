@@ -53,11 +53,9 @@ class MessageRenderer:
         return "".join(message.content for message in self.messages(token_ids))
 
     def messages(self, token_ids: Iterable[int]) -> list[Message]:
-        """The messages that tokens stand for."""
         return [said for token_id in token_ids if isinstance(said := self._said[token_id], Message)]
 
     def tools(self, prompt: Sequence[int]) -> tuple[ToolSpec, ...]:
-        """The tools of a prompt."""
         first = self._said[prompt[0]]
         return () if isinstance(first, Message) else first
 

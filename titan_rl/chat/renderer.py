@@ -133,7 +133,6 @@ class SymbolRenderer:
         return token_ids if message.tool_calls else [*token_ids, self.stop_token_ids[0]]
 
     def _only_argument(self, tools: Tools) -> tuple[str, str]:
-        """Names of the only tool and of its only argument."""
         if self._call_end is None:
             raise TaskError(f"this tokenizer has no symbols {CALL} and {CALL_END} to call tools with")
         arguments = tools[0].parameters.get("properties", {})

@@ -69,7 +69,6 @@ class Demonstration:
     """A conversation as it should go, for the supervised warm-up."""
 
     prompt: tuple[Message, ...]
-    """As an example's."""
     messages: tuple[Message, ...]
     """What follows, a turn of the policy (role "assistant") first. Its turns are taught, each with the stop token that
     ends it; other messages are what the environment answers, and are only read."""

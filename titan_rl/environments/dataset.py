@@ -60,12 +60,8 @@ Rows = str | Path | Iterable[Mapping[str, Any]]
 
 
 def read_rows(setting: str, rows: Rows) -> Iterator[tuple[str, Any]]:
-    """Every row, with where it stands for messages. `setting`: the setting that names the file, for messages.
-
-    Raises:
-        AbsentError: there is no such file, or nothing to read it with.
-        ConfigError: the file cannot be read, or has no rows.
-    """
+    """Every row, with where it stands for messages. `setting`: that names the file, for messages. Raises AbsentError:
+    there is no such file, or nothing to read it with; ConfigError: it cannot be read, or has no rows."""
     if isinstance(rows, (str, Path)):
         file = Path(rows)
         if not file.is_file():

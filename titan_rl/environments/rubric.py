@@ -60,12 +60,9 @@ soon overflow, and loggers store float32."""
 
 
 class Score(NamedTuple):
-    """What a rubric says about one conversation."""
-
     reward: float
     """Weighted sum of the trained scores."""
     parts: dict[str, float]
-    """Every score by name, unweighted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +228,6 @@ def _problem_of(number: float) -> str:
 
 
 def _described(reward: _Weighted) -> str:
-    """The reward's name, and where its function begins."""
     function = inspect.unwrap(getattr(reward.function, "__func__", reward.function))
     code = getattr(function, "__code__", None)
     group = "group " if isinstance(reward, GroupReward) else ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -31,7 +32,6 @@ from titan_rl.metrics.activity import activity
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048
-"""Connections that may wait to be accepted."""
 IDLE_SECONDS = 75
 """A connection without a call stays open so long: agents think, and run tools, between two calls."""
 CLOSE_SECONDS = 1
@@ -61,7 +61,6 @@ After that it is cut off."""
 
 
 def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: ApiKeys) -> FastAPI:
-    """The app, for any ASGI server."""
     app = FastAPI(title="titan_rl gateway", docs_url=None, redoc_url=None)
     metrics = GatewayMetrics()
     app.include_router(routes(Sampler(fleet, policy, metrics, max_choices=config.max_choices)))
@@ -219,21 +218,20 @@ class ClientGone(Exception):
     """The client hung up; what it asked for was aborted."""
 
 
+@dataclass(frozen=True, slots=True)
 class CallMiddleware:
     """What every call passes before the app: its key, the size of its body, and the counters."""
 
-    def __init__(
-        self, app: ASGIApp, *, keys: ApiKeys, metrics: GatewayMetrics, paths: frozenset[str], max_body_bytes: int
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._metrics = metrics
-        self._paths = paths  # those of the app; calls of any other are counted together
-        self._max_body_bytes = max_body_bytes
+    app: ASGIApp
+    keys: ApiKeys
+    metrics: GatewayMetrics
+    paths: frozenset[str]
+    """Those of the app; calls of any other are counted together."""
+    max_body_bytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         status = CLIENT_GONE
 
@@ -243,8 +241,8 @@ class CallMiddleware:
                 status = message["status"]
             await send(message)
 
-        path = scope["path"] if scope["path"] in self._paths else "other"
-        counted = self._metrics.open.track_inprogress(), self._metrics.seconds.labels(path).time()
+        path = scope["path"] if scope["path"] in self.paths else "other"
+        counted = self.metrics.open.track_inprogress(), self.metrics.seconds.labels(path).time()
         with counted[0], counted[1], activity("HTTP", path=path):
             try:
                 await self._answer(scope, receive, watched)
@@ -254,7 +252,7 @@ class CallMiddleware:
                 status = 500  # what is around this middleware answers so
                 raise
             finally:
-                self._metrics.calls.labels(path, str(status)).inc()
+                self.metrics.calls.labels(path, str(status)).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -273,7 +271,7 @@ class CallMiddleware:
 
                 gone = asyncio.ensure_future(_hung_up(receive))
                 try:
-                    await cancel_when(self._app({**scope, CALLER: caller}, whole_body, send), gone)
+                    await cancel_when(self.app({**scope, CALLER: caller}, whole_body, send), gone)
                 finally:
                     gone.cancel()
         except (ApiError, TitanError) as error:
@@ -281,8 +279,8 @@ class CallMiddleware:
 
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN_PATHS:
-            return self._keys.anybody
-        caller = self._keys.caller(Headers(scope=scope).get("authorization", ""))
+            return self.keys.anybody
+        caller = self.keys.caller(Headers(scope=scope).get("authorization", ""))
         if caller is None:
             problem = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
             headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
@@ -290,7 +288,7 @@ class CallMiddleware:
         return caller
 
     async def _body(self, receive: Receive) -> bytes:
-        most = self._max_body_bytes
+        most = self.max_body_bytes
         parts: list[bytes] = []
         length, more = 0, True
         while more and length <= most + MOST_DISCARDED:

@@ -50,7 +50,6 @@ class Caller:
 
     @contextmanager
     def call_open(self) -> Iterator[None]:
-        """Context of an open call."""
         yield
 
     def prompt(self, content: Chat | str | list[int]) -> Prompt:
@@ -169,8 +168,6 @@ class RolloutKeys(ApiKeys):
 
 
 class RolloutCaller(Caller):
-    """A rollout's program."""
-
     def __init__(self, request: RolloutRequest, policy: ServedPolicy, *, run_seed: int, key_digest: bytes) -> None:
         super().__init__(policy)
         self.key_digest = key_digest

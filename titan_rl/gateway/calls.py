@@ -49,18 +49,13 @@ LONGEST_PROBLEM = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedPolicy:
-    """What a gateway serves."""
-
     name: str
-    """That clients give as `model`."""
     renderer: Renderer
     max_model_len: int
     """Longest prompt and completion together, in tokens."""
 
 
 class Chat(NamedTuple):
-    """A conversation that the policy is to go on with."""
-
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
     """Shown to the policy; only with tools is anything that it says a tool call."""
@@ -128,8 +123,6 @@ class CompletionCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One completion, read."""
-
     completion: Completion
     """Without tokens sampled after a stop text."""
     message: Message
@@ -146,9 +139,7 @@ class Delta:
     """Of the choice: first those of the first prompt, then those of the second, …"""
     first: bool
     prompt: list[int]
-    """Of the choice."""
     text: str
-    """Of the message's content."""
     tokens: list[int]
     token_texts: list[str]
     """Of each token by itself; empty unless the call wants logprobs."""
@@ -161,12 +152,8 @@ class Fleet(Protocol):
     """The generators behind the gateway."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """One completion. Cancelling the call aborts the engine's work.
-
-        Raises:
-            RequestError: the request is invalid.
-            TitanError: nobody can serve it; the cause is in the message.
-        """
+        """One completion. Cancelling the call aborts the engine's work. Raises RequestError: the request is invalid;
+        TitanError: nobody can serve it."""
 
     def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         """The same in pieces, as they are sampled, and then whole. Closing it aborts the engine's work."""

@@ -70,7 +70,6 @@ class StreamedText:
         self._content = content
         self._calls = calls
         self.tokens: list[int] = []
-        """All that were added."""
         self.sure = ""
         """Text that later tokens cannot change."""
         self._context, self._decoded = 0, 0
@@ -117,7 +116,6 @@ class StreamedText:
             self._context, self._decoded = self._decoded, len(self.tokens)
 
     def _unsure(self) -> str:
-        """The text of the tokens that are not in `sure`."""
         known = self._decode(self.tokens[self._context : self._decoded])
         return self._decode(self.tokens[self._context :])[len(known) :]
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from titan_rl.chat.chat_renderer import as_dicts
 from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
 from titan_rl.importing import import_package
 from titan_rl.one_line import one_line
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     import openai
 
 AT_ONCE = 64
-"""Calls that are open at a time."""
 ANSWER_SECONDS = 600.0
 RETRIES = 4
 """Of a call that a busy server did not answer."""
@@ -31,18 +31,9 @@ LONGEST_REFUSAL = 300
 
 
 class ChatServer:
-    """A policy behind `/chat/completions`."""
-
     def __init__(self, url: str, *, model: str = "", api_key: str = "") -> None:
-        """
-        Args:
-            url: with `/v1`, or whatever stands before `/chat/completions`.
-            model: empty: the first that the server lists.
-
-        Raises:
-            AbsentError: OpenAI's client is not installed.
-            ConfigError: the server does not answer, or lists no model and none is named.
-        """
+        """`url`: whatever stands before `/chat/completions`. Without a `model`, the first that the server lists. Raises
+        AbsentError: OpenAI's client is not installed; ConfigError: the server does not answer, or lists no model."""
         self._openai = openai = import_package("openai", for_what="a server as a policy", install="titan-rl[agents]")
         self._url = url.rstrip("/")
         key = api_key or "none"  # the client takes no empty one
@@ -55,12 +46,8 @@ class ChatServer:
     async def next_message(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
     ) -> tuple[Message, FinishReason]:
-        """The policy's next message, and why it ended.
-
-        Raises:
-            RequestError: the server refuses this call.
-            GeneratorFailed: it cannot be reached, or answers no chat completion.
-        """
+        """Raises RequestError: the server refuses this call; GeneratorFailed: it cannot be reached, or answers no chat
+        completion."""
         sampling = request.sampling
         body: dict[str, Any] = {
             "model": self.model,
@@ -129,29 +116,17 @@ class ChatServer:
 
 def _to_openai(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as the API takes them. Each call has an id there, and each answer names its call's."""
-    written: list[dict[str, Any]] = []
+    written = as_dicts(messages)
     unanswered: list[str] = []
-    for place, message in enumerate(messages):
-        body: dict[str, Any] = {"role": message.role, "content": message.content}
-        if message.name:
-            body["name"] = message.name
-        calls = [call for call in message.tool_calls if not call.problem]
-        if calls:
-            unanswered = [call.id or f"call-{place}-{number}" for number, call in enumerate(calls)]
-            body["tool_calls"] = [
-                {
-                    "id": name,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-                }
-                for name, call in zip(unanswered, calls, strict=True)
-            ]
-        if message.role == "assistant":  # a call that could not be read is written back as the policy wrote it
-            body["content"] += "".join(call.raw for call in message.tool_calls)
-        if message.role == "tool":
+    for place, body in enumerate(written):
+        body.pop("reasoning_content", None)
+        if calls := body.get("tool_calls", ()):
+            unanswered = [call.setdefault("id", f"call-{place}-{number}") for number, call in enumerate(calls)]
+        for call in calls:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        if body["role"] == "tool":
             expected = unanswered.pop(0) if unanswered else ""
-            body["tool_call_id"] = message.tool_call_id or expected
-        written.append(body)
+            body.setdefault("tool_call_id", expected)
     return written
 
 

@@ -124,7 +124,6 @@ class FunctionDeclaration(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments."""
     strict: bool | None = None
     """A hint: decoding is not constrained by the schema, so arguments may break it."""
 
@@ -253,7 +252,6 @@ class CompletionRequest(Sampling):
     )
     """One text, several, the token ids of one prompt, or of several."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """Default: 16."""
     logprobs: Literal[0] | None = None
     """0: of the sampled tokens. Engines report no others."""
     echo: Literal[False] | None = None

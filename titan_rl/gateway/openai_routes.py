@@ -101,8 +101,6 @@ def error_object(error: ApiError) -> Json:
 
 
 class OpenAIAnswer(ABC):
-    """Writes the answer to one call."""
-
     kinds: ClassVar[tuple[str, str, str]]
     """What an answer, a chunk and the call's id are called."""
 

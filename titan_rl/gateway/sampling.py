@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -27,11 +26,7 @@ from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 T = TypeVar("T")
 
-RETURN_SECONDS = 0.002
-"""A result of the render thread waits at most so long for others to return with."""
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
-
-_Job = tuple[asyncio.Future[Any], Callable[[], Any]]
 
 
 class Sampler:
@@ -101,7 +96,6 @@ class Sampler:
             caller.on_end(requests)
 
     def _count(self, call: CompletionCall, last: Sequence[Delta]) -> None:
-        """Count the tokens of choices by their last deltas."""
         choices = (delta.choice for delta in last if delta.choice is not None)
         self._metrics.completion_tokens.inc(sum(len(choice.completion.token_ids) for choice in choices))
         self._metrics.prompt_tokens.inc(sum(len(delta.prompt) for delta in last if delta.index % call.choices == 0))
@@ -118,11 +112,7 @@ class SampleStream:
     def __init__(
         self, fleet: Fleet, requests: Sequence[GenerationRequest], *, stream: bool, ended: asyncio.Future[TitanError]
     ) -> None:
-        """
-        Args:
-            stream: pieces come too; else completions only.
-            ended: its result fails the iteration.
-        """
+        """`stream`: pieces come too. The result of `ended` fails the iteration."""
         self._waiting: dict[int, Piece | Completion] = {}
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
@@ -155,7 +145,6 @@ class SampleStream:
             await _cancel([self._open[index]])
 
     async def aclose(self) -> None:
-        """Nothing more is wanted."""
         self._ended.remove_done_callback(self._caller_ended)
         await _cancel(list(self._open.values()))
 
@@ -196,66 +185,26 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 class RenderThread:
-    """Runs jobs in one thread, in the order in which they were given: renderers are not made for several threads.
-
-    Jobs that are given while the thread is busy go to it together, and their results come back together: with many
-    streams, a journey to the thread for each token costs more than the work. Belongs to one event loop.
-    """
+    """Runs jobs in one thread, in the order in which they were given: renderers are not made for several threads."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
-        self._waiting: list[_Job] = []
-        self._busy = False
 
     async def run(self, job: Callable[[], T]) -> T:
         """What `job` returns or raises. It does not run at all when the caller is cancelled before its turn."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[T] = loop.create_future()
-        self._waiting.append((result, job))
-        if not self._busy:
-            self._busy = True
-            loop.call_soon(self._next_batch, loop)
-        return await result
-
-    def _next_batch(self, loop: asyncio.AbstractEventLoop) -> None:
-        batch, self._waiting = self._waiting, []
-        self._busy = bool(batch)
-        if batch:
-            self._thread.submit(self._run, batch, loop)
-
-    def _run(self, batch: list[_Job], loop: asyncio.AbstractEventLoop) -> None:
-        """In the thread."""
-        done: list[tuple[asyncio.Future[Any], Any, Exception | None]] = []
-        returned = time.monotonic()
-        for result, job in batch:
-            if result.cancelled():
-                continue
-            try:
-                done.append((result, job(), None))
-            except Exception as error:
-                done.append((result, None, error))
-            except BaseException as error:  # a tokenizer's panic, for one: else the thread would never take a job again
-                done.append((result, None, RuntimeError(f"{type(error).__name__}: {error}")))
-            if (now := time.monotonic()) - returned > RETURN_SECONDS:
-                loop.call_soon_threadsafe(_return, done)
-                done, returned = [], now
-        loop.call_soon_threadsafe(_return, done)
-        loop.call_soon_threadsafe(self._next_batch, loop)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _without_panic, job)
 
 
-def _return(done: list[tuple[asyncio.Future[Any], Any, Exception | None]]) -> None:
-    for result, value, error in done:
-        if result.cancelled():
-            continue
-        if error is None:
-            result.set_result(value)
-        else:
-            result.set_exception(error)
+def _without_panic(job: Callable[[], T]) -> T:
+    try:
+        return job()
+    except Exception:
+        raise
+    except BaseException as error:  # a tokenizer's panic, for one, which would end the gateway
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 class GatewayMetrics:
-    """What one gateway counts, in Prometheus' text format."""
-
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
 

@@ -93,8 +93,6 @@ def _children() -> list[int]:
 
 
 class ForkServer:
-    """Forks processes and reports how they ended."""
-
     def __init__(self, worker: socket.socket, user_code: UserCode):
         self._worker = worker
         self._user_code = user_code

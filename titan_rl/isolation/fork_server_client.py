@@ -75,7 +75,6 @@ class ForkedProcess(asyncio.Protocol):
         """Whether it ended because its fork server died."""
         self.transport: asyncio.WriteTransport
         self.on_results: Callable[[list[CallResult]], None] = lambda results: None
-        """Called with what the process sends."""
         self.started = asyncio.Event()
         """Set when the fork server has forked it, or could not."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -87,7 +86,6 @@ class ForkedProcess(asyncio.Protocol):
         return not (self._ending or self._disconnected or self._bad_frame)
 
     def send(self, calls: bytes) -> None:
-        """Send frames of calls to be answered."""
         self.transport.write(calls)
 
     def kill(self) -> None:
@@ -186,16 +184,11 @@ class ForkServerClient:
 
     @property
     def gone(self) -> bool:
-        """Whether it forks no more."""
         return self._closed or self._exited.is_set()
 
     async def start(self) -> TaskInfo:
         """Spawn the fork server and wait until it has made its environment. If that fails, the fork server is stopped.
-
-        Raises:
-            ConfigError: the environment refused its arguments.
-            TaskError: the environment could not be imported or made, or not within `start_seconds`.
-        """
+        Raises ConfigError: the environment refused its arguments; TaskError: it could not be made in time."""
         name, seconds = self._setup.name, self._setup.start_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -382,7 +375,6 @@ class ForkServerClient:
 
 
 async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    """Whether the event is set within `seconds`."""
     try:
         async with asyncio.timeout(seconds):
             await event.wait()

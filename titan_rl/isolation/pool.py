@@ -4,11 +4,8 @@
                                                                         ──fork──▶ one process per program
 
 - Every call is answered exactly once, even if a process hangs, exits, crashes or cannot be started.
-- An idle process takes a quarter of the waiting calls as its list, or `QUICK_LIST` of quick ones, and answers them in
-  order. Calls of `async def` functions all go to one process, which runs them side by side.
-- A process that sends no answer for `step_seconds` is killed. When a process ends, the first call of its list that it
-  did not answer fails. It never began those behind, which wait again. In the process of `async def` functions each
-  open call may be to blame, so all of them fail.
+- When a process ends, the first call of its list that it did not answer fails. It never began those behind, which wait
+  again. In the process of `async def` functions each open call may be to blame, so all of them fail.
 """
 
 from __future__ import annotations
@@ -59,19 +56,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Pending:
-    """A call without an answer."""
-
     number: int
     call: UserCall
     frame: bytes
-    """The call as it is sent."""
     future: asyncio.Future[Any]
 
 
 @dataclass(slots=True, eq=False)
 class _Fork:
-    """A process that answers calls."""
-
     concurrent: bool
     """Runs `async def` functions, many at a time."""
     seconds: float
@@ -97,8 +89,6 @@ class _Fork:
 
 
 class UserCodePool:
-    """Runs the user code of one environment."""
-
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
         self._server: ForkServerClient | None = None
@@ -134,17 +124,11 @@ class UserCodePool:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is not answered yet."""
         return bool(self._open)
 
     async def call(self, call: UserCall) -> Any:
-        """Run one call. `CallKind` describes its value.
-
-        Raises:
-            TaskError: user code raised or ended its process; or the call does not pickle; or this object is closed.
-            TaskTimeout: user code took too long.
-            ActorGone: the fork server died during the call, which is no fault of user code.
-        """
+        """Run one call. `CallKind` describes its value. Raises TaskError: user code raised, took too long or ended its
+        process; ActorGone: the fork server died during the call, which is no fault of user code."""
         if self._closed:
             raise TaskError(f"{call}: {self._closed}")
         number = next(self._numbers)
@@ -168,11 +152,8 @@ class UserCodePool:
         """Run the environment's `play` for a prompt in its own process, without a time limit; returns a pickled state.
 
         When this returns, all processes that it started are gone. A cancellation ends it. `started`: set when the
-        process is there; it may have waited for others to be forked.
-
-        Raises:
-            TaskError: it raised or ended its process; or this object is closed.
-            ActorGone: the process that it was forked from has died: the rollout is lost, and is to be played again.
+        process is there; it may have waited for others to be forked. Raises as `call`: after ActorGone the rollout is
+        lost, and is to be played again.
         """
         call = UserCall(CallKind.PLAY, purpose, index, endpoint=endpoint)
         try:
@@ -233,7 +214,6 @@ class UserCodePool:
             self._timer = asyncio.get_running_loop().call_later(self._setup.step_seconds, self._kill_late)
 
     def _kill_late(self) -> None:
-        """Kill forks that have not answered in time."""
         self._timer = None
         now = asyncio.get_running_loop().time()
         busy = [fork for fork in self._forks if fork.calls and not fork.late]

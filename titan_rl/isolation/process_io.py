@@ -1,8 +1,7 @@
 """What an environment's host is started with: the variables that user code sees, and the end of the pipe it prints to.
 
 - User code sees the variables that programs need, and those that the user names. No secrets: this keeps keys out of
-  what it prints, records and sends by mistake. It is no wall: a process of the same user can read other processes'
-  variables and files.
+  what it prints, records and sends by mistake. It is no wall.
 - What processes of user code print is logged line by line, control characters as escapes, so much in so many seconds.
 """
 

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import inspect
 import os
 import pickle
@@ -31,7 +30,7 @@ from titan_rl.environments.base import Demonstration, Environment, EnvironmentRe
 from titan_rl.environments.rubric import Rubric, Transcript, is_asynchronous, run_plain
 from titan_rl.environments.tools import Toolbox, ToolError
 from titan_rl.errors import TaskError
-from titan_rl.importing import describe, import_file, import_name
+from titan_rl.importing import describe, import_name, import_user_module
 from titan_rl.isolation.wire import (
     LARGEST_RESULT,
     LONGEST_SHOWN,
@@ -58,8 +57,6 @@ Numbered = tuple[int, UserCall]
 
 
 class UserCode:
-    """An environment and everything that is called on it."""
-
     def __init__(self, setup: EnvironmentSetup):
         self._environment = environment = make_environment(setup)
         self._examples = Examples(environment, setup)
@@ -266,17 +263,10 @@ CACHED_EXAMPLES = 4096
 
 
 def make_environment(setup: EnvironmentSetup) -> Environment:
-    """Import what the setup names and build the environment.
-
-    Raises:
-        ConfigError: nothing has that name.
-        TaskError: the name is not that of an environment.
-    """
+    """Import what the setup names and build the environment. Raises ConfigError: nothing has that name; TaskError: the
+    name is not that of an environment."""
     for where in setup.imports:
-        if where.endswith(".py"):
-            import_file(where)
-        else:
-            importlib.import_module(where)
+        import_user_module(where)
     cls = import_name(setup.name, SHORT_NAMES)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
         raise TaskError(f"environment.name {setup.name!r} is not a subclass of titan_rl.environments.base.Environment")

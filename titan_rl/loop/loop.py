@@ -14,10 +14,6 @@ for the buffer's state.
 - A failure in any task ends the run with that error and cancels all other tasks.
 - Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end.
 - A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`).
-
-At max_staleness 0 the next groups are admitted when the step's version is published. That is synchronous training. With
-a `deterministic` config it equals `scripts/minimal_loop.py` bit for bit; above 0 each group is sampled by one version,
-which `scheduling.logical_time` chooses and `versions` has served.
 """
 
 from __future__ import annotations
@@ -248,7 +244,6 @@ class TrainingLoop:
         self._notify()
 
     async def _ended(self, group: Group, report: GroupReport) -> GroupOutcome:
-        """Keep a group to be trained, or release its samples."""
         if not report.samples.trained_tokens:
             await self._system.rollouts.release(report.samples)
             self.records.failed(report)
@@ -266,7 +261,6 @@ class TrainingLoop:
         return GroupOutcome(Untrainable.EQUAL_REWARDS if len(report.rewards) <= 1 else None, rewards, report.solved)
 
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:
-        """Count a group that has ended."""
         if self.summary.stopped_early:
             return
         if (why := outcome.untrainable) is None:
@@ -290,8 +284,10 @@ class TrainingLoop:
 
     async def _step_and_cut(self, batch: Batch) -> None:
         await self._step(batch)
-        if batch.version < self._buffer.trainer_version and not self._schedule.all_trained() and self._checkpoints:
-            await self._checkpoints.cut_if_due(self.ledger, self._publications, self._activity)
+        version, every = self._buffer.trainer_version, self._system.config.checkpoint.every
+        due = every and version.step % every == 0
+        if due and batch.version < version and not self._schedule.all_trained() and self._checkpoints:
+            await self._checkpoints.cut(self.ledger, self._publications, self._activity)
 
     async def _step(self, batch: Batch) -> None:
         reports = [self._reports[group_id] for group_id in batch.group_ids]

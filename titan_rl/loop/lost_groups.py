@@ -30,8 +30,6 @@ _log = logging.getLogger(__name__)
 
 
 class LostGroups:
-    """Of one run."""
-
     def __init__(
         self, ledger: Ledger, rollouts: RolloutWorkers, *, say: Callable[[str], None], changed: Callable[[], None]
     ) -> None:
@@ -43,7 +41,6 @@ class LostGroups:
         self._unread: Counter[int] = Counter()  # how often a group's samples could not be had
 
     def player_lost(self, group: Group, error: ActorGone) -> None:
-        """Play a running group again."""
         _log.info("%s is played again: %s", group, error)
         self._lost(group.group_id)
 

@@ -62,14 +62,11 @@ def choose_evaluated(step: int, reports: Sequence[GroupReport]) -> list[RolloutR
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Of one step."""
-
     step: int
     chosen: list[RolloutRecord]
     described: asyncio.Future[list[RolloutRecord]]
     """The chosen ones whose worker is there."""
     tokens: TokenScoreRecorder
-    """For the trainer to fill."""
 
 
 class Recorder:
@@ -78,12 +75,8 @@ class Recorder:
     def __init__(
         self, rollouts: RolloutWorkers, writer: RolloutWriter | None = None, *, each: int = 0, only: int = 0
     ) -> None:
-        """
-        Args:
-            writer: None: nothing is recorded.
-            each: `logging.rollouts`; 0: nothing is recorded.
-            only: the only step that is recorded; 0: all of them.
-        """
+        """`each`: `logging.rollouts`; 0, or no writer: nothing is recorded. `only`: the only step that is recorded; 0:
+        all of them."""
         self._rollouts = rollouts
         self._writer = writer if each else None
         self._each = each
@@ -127,7 +120,6 @@ class Recorder:
 
 
 def _samples_of(chosen: Sequence[RolloutRecord], reports: Sequence[GroupReport]) -> list[SampleName]:
-    """Names of the samples of these rollouts."""
     by_id = {report.group_id: report for report in reports}
     return [
         (ref.group_id, ref.sample)

@@ -35,8 +35,6 @@ from titan_rl.weights.manifest import FleetPull
 
 @dataclass(slots=True)
 class RunSummary:
-    """The result of a run."""
-
     evaluations: list[Evaluation] = field(default_factory=list)
     steps: int = 0
     stopped_early: str = ""
@@ -127,7 +125,6 @@ class StepRecords:
         counts: Counts,
         system: System,
     ) -> None:
-        """Record a finished optimizer step."""
         step = batch.version.step + 1
         now = self._clock()
         seconds, self._last_step = now - self._last_step, now
@@ -219,7 +216,7 @@ class StepRecords:
         metrics = {"fleet/lost": float(sum(status.state in GONE for status in fleet))}
         for status in fleet:
             if status.state not in GONE:
-                requests = f"{status.in_flight} request{'s' * (status.in_flight != 1)}"
+                requests = counted(status.in_flight, "request")
                 self._display.mesh(status.name, f"{status.state} {status.version}, {requests}")
             metrics[f"fleet/{status.name}/serving"] = float(status.state.serves)
             for counter in ("load", "in_flight", "served", "failed", "aborted", "aborted_tokens"):
@@ -238,7 +235,6 @@ def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:
 
 
 def _shares_of_stop_reasons(rollouts: Sequence[RolloutRecord]) -> dict[StopReason, float]:
-    """Why rollouts ended, each reason as a share of them."""
     counts = Counter(rollout.stop_reason for rollout in rollouts)
     return {reason: counts[reason] / len(rollouts) for reason in StopReason}
 
@@ -257,14 +253,11 @@ def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, floa
 # Polls of the meshes.
 
 POLL_SECONDS = 1.0
-"""Least pause between two polls."""
 POLL_SHARE = 0.01
 """Most of the time that polls may take; with many processes they are rarer."""
 ANSWER_SECONDS = 10.0
-"""Bound on a poll."""
 
 Pulses = dict[str, list[Pulse]]
-"""Per mesh, of each rank."""
 
 
 def idle_shares(before: Pulses, after: Pulses) -> dict[str, float]:

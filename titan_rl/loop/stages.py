@@ -40,12 +40,8 @@ ENOUGH_STEPS = 10
 
 
 async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
-    """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0.
-
-    Raises:
-        TaskError: the environment has no demonstrations, or one cannot be made.
-        SamplesLost: demonstrations were lost again and again.
-    """
+    """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0. Raises TaskError: a demonstration
+    cannot be made; SamplesLost: some were lost again and again."""
     steps, enough = system.config.trainer.warmup.steps, system.config.trainer.warmup.enough_loss
     if not steps:
         return
@@ -133,8 +129,7 @@ async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
     groups = [system.held_out_group(prompt, version) for prompt in prompts]
     reports = await system.rollouts.run_groups(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
-    errors = [error for report in reports for error in report.errors]
-    errors += [error for report in reports for error in report.late]
+    errors = [error for report in reports for error in (*report.errors, *report.late)]
     graded = [rollout for rollout in rollouts if not rollout.error]
     if not graded:
         raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")

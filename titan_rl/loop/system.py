@@ -1,24 +1,26 @@
-"""All running parts of a run: the public handles that a training loop works with."""
+"""All running parts of a run: the public handles that a training loop works with, and the groups that it asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from titan_rl.actors.gateway import GatewayClient
-from titan_rl.actors.generator import GeneratorClient
-from titan_rl.actors.rollouts import RolloutWorkers
-from titan_rl.actors.router_client import RouterClient
-from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.config import RunConfig
+from titan_rl.scheduling.group_buffer import INITIAL_VERSION
 from titan_rl.types import GroupRequest, PolicyVersion, Purpose, SamplingParams
+
+if TYPE_CHECKING:
+    from titan_rl.actors.gateway import GatewayClient
+    from titan_rl.actors.generator import GeneratorClient
+    from titan_rl.actors.rollouts import RolloutWorkers
+    from titan_rl.actors.router_client import RouterClient
+    from titan_rl.actors.trainer_client import TrainerClient
 
 
 @dataclass(slots=True)
 class System:
-    """The running parts."""
-
     config: RunConfig
     model_path: Path
     trainer: TrainerClient
@@ -34,36 +36,37 @@ class System:
     ) -> GroupRequest:
         """A training group of this run's config for one prompt of the stream, sampled by `version` or (not `exact`) a
         newer one."""
-        return GroupRequest(
-            group_id=prompt,
-            purpose=Purpose.TRAIN,
-            samples=self.config.rollout.samples_per_group,
-            sampling=self._sampling(self.config.rollout.sampling.temperature),
-            min_version=version,
-            exact_version=version if exact else None,
-            attempt=attempt,
-        )
+        samples = self.config.rollout.samples_per_group
+        request = group_request(self.config, Purpose.TRAIN, prompt, samples=samples, version=version)
+        return replace(request, exact_version=version if exact else None, attempt=attempt)
 
     def held_out_group(self, prompt: int, version: PolicyVersion) -> GroupRequest:
         """One greedy rollout of one held-out prompt, sampled by exactly `version`."""
-        return GroupRequest(
-            group_id=prompt,
-            purpose=Purpose.EVALUATE,
-            samples=1,
-            sampling=self._sampling(0.0),
-            min_version=version,
-            exact_version=version,
-        )
+        request = group_request(self.config, Purpose.EVALUATE, prompt, temperature=0.0, version=version)
+        return replace(request, exact_version=version)
 
     def demonstration_group(self, step: int) -> GroupRequest:
-        """The demonstrations of one warm-up step."""
-        return GroupRequest(
-            group_id=step,
-            purpose=Purpose.DEMONSTRATE,
-            samples=self.config.trainer.warmup.batch,
-            sampling=self._sampling(1.0),
-            min_version=PolicyVersion(0, 0),
-        )
+        return group_request(self.config, Purpose.DEMONSTRATE, step, samples=self.config.trainer.warmup.batch)
 
-    def _sampling(self, temperature: float) -> SamplingParams:
-        return SamplingParams(max_new_tokens=self.config.rollout.sampling.max_new_tokens, temperature=temperature)
+
+def group_request(
+    config: RunConfig,
+    purpose: Purpose,
+    index: int,
+    *,
+    samples: int = 1,
+    temperature: float | None = None,
+    version: PolicyVersion = INITIAL_VERSION,
+) -> GroupRequest:
+    """Rollouts of one prompt, by `version` or a newer one. Without a temperature, at that of training."""
+    sampling = config.rollout.sampling
+    return GroupRequest(
+        group_id=index,
+        purpose=purpose,
+        samples=samples,
+        sampling=SamplingParams(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=sampling.temperature if temperature is None else temperature,
+        ),
+        min_version=version,
+    )

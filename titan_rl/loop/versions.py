@@ -49,11 +49,9 @@ class Publications:
         self._pushing: set[asyncio.Future[Publication]] = set()
 
     def __getitem__(self, version: PolicyVersion) -> Publication:
-        """A live one."""
         return self._live[version]
 
     def __contains__(self, version: PolicyVersion) -> bool:
-        """Whether it is live."""
         return version in self._live
 
     def held_by(self, holder: str) -> list[PolicyVersion]:
@@ -121,7 +119,6 @@ class Publications:
         self._holders[version].add(holder)
 
     async def release(self, version: PolicyVersion, holder: str) -> None:
-        """End the hold of `holder`."""
         self._holders[version].remove(holder)
         await self._free_if_unneeded(version)
 
@@ -155,11 +152,7 @@ class ServedVersions:
         changed: Callable[[], None],
         warn: Callable[[str], None],
     ) -> None:
-        """
-        Args:
-            until: `TrainingLoop._until`.
-            changed: called when one more version is served.
-        """
+        """`until`: `TrainingLoop._until`. `changed`: called when one more version is served."""
         self._buffer = buffer
         self._publications = publications
         self._router = router
@@ -244,7 +237,6 @@ class ServedVersions:
             self._changed()
 
     def _wanted_now(self) -> list[PolicyVersion]:
-        """Oldest first."""
         publications = self._publications
         evaluated = {*publications.held_by(EVALUATED)}
         newest = {publications.newest.version} if publications.newest is not None else set()

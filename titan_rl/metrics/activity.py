@@ -39,7 +39,6 @@ class Activities:
 
     @contextmanager
     def __call__(self, name: str, *, waits_for: Callable[[], str] | None = None, **ids: object) -> Iterator[None]:
-        """A span for the length of the block."""
         span = Span(name, ids, self._clock(), waits_for)
         for sink in self._sinks:
             sink.on_begin(span)

@@ -18,8 +18,6 @@ import tomli
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One number of a step."""
-
     name: str
     """As in `metrics.jsonl`; `<…>` stands for one part of a name that differs from run to run."""
     meaning: str
@@ -28,7 +26,6 @@ class Metric:
     bad: str = ""
     """What a bad value looks like, "{limit}" being the limit; empty: none is bad by itself."""
     do: str = ""
-    """What to do about a bad value."""
     when: str = ""
     """Which runs have it; empty: every run that finishes a step."""
     above: float | None = None
@@ -44,7 +41,6 @@ class Metric:
 
     @property
     def bad_value(self) -> str:
-        """What a bad value looks like, in words."""
         return self.bad.replace("{limit}", f"{self.limit:g}") if self.limit is not None else self.bad
 
 

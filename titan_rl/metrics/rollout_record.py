@@ -5,15 +5,13 @@
     controller:  step, why it is recorded, the trainer's scores       then `to_line` for the file
     readers:     `read_record`                                        report, watch, replay
 
-- All lists of a branch have the length of its `token_ids`. `logprobs`, `trainer_logprobs` and `weights` are of trained
-  tokens only: null, and 0 for weights, everywhere else. A rollout that was not trained (of an evaluation, or failed)
-  has null in the place of the last two lists; its sampled tokens count as `trained`.
+`README.md` says what a line holds. Besides:
+
+- `logprobs`, `trainer_logprobs` and `weights` are of trained tokens only: null, and 0 for weights, everywhere else. A
+  rollout that was not trained (of an evaluation, or failed) has null in the place of the last two lists; its sampled
+  tokens count as `trained`.
 - Numbers that came as float32 are the shortest decimal that reads back as the same float32. What is not finite is null.
-
-A group that was finished before a run went on from a checkpoint has no messages and turns: a checkpoint keeps tokens.
-
-Lines of the file are written together or not at all. A file that cannot be written costs its lines and one sentence,
-never the run: when there is room again, later ones are written.
+- Lines of the file are written together or not at all.
 """
 
 from __future__ import annotations
@@ -47,10 +45,7 @@ PlainMessage = dict[str, Any]
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
-    """One answer of the policy."""
-
     request: str = ""
-    """Id of the request."""
     seed: int = 0
     generator: str = ""
     finish: str = ""
@@ -60,8 +55,6 @@ class TurnRecord(msgspec.Struct, frozen=True):
 
 
 class BranchRecord(msgspec.Struct, frozen=True):
-    """One sample, token by token."""
-
     token_ids: list[int]
     trained: list[int]
     """1 where trained."""
@@ -80,7 +73,6 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     purpose: Purpose
     group: int
-    """Its id."""
     attempt: int = 0
     sample: int
     """Number within the group."""
@@ -105,13 +97,11 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int = 0
     """That trained it, or of the version that was evaluated."""
     kept: tuple[str, ...] = ()
-    """Why it is recorded."""
     advantage: float | None = None
     """None: it was not trained."""
     wanted: str = ""
     """The reference answer."""
     messages: list[PlainMessage] = []
-    """The conversation that was graded."""
     side_conversations: list[list[PlainMessage]] = []
     turns: list[TurnRecord] = []
     branches: list[BranchRecord] = []
@@ -134,15 +124,11 @@ def to_line(record: RolloutRecord, **more: Any) -> bytes:
 
 
 def read_record(line: Mapping[str, Any]) -> RolloutRecord:
-    """The record that a line of the file says. What older runs did not write is missing in it; null is not finite.
-    Raises LookupError, ValueError: it is none."""
-    turns, branches = line.get("turns") or (), line["branches"]
-    sampled = sum(turn.get("tokens", 0) for turn in turns) or sum(sum(branch["trained"]) for branch in branches)
-    parts = {name: math.nan if value is None else value for name, value in (line.get("reward_parts") or {}).items()}
+    """The record that a line of the file says; null is not finite. Raises LookupError, ValueError: it is none."""
+    parts = {name: math.nan if value is None else value for name, value in line["reward_parts"].items()}
     reward = math.nan if line["reward"] is None else line["reward"]
-    older = {"turn_count": len(turns), "branch_count": len(branches), "sampled_tokens": sampled}
     try:
-        return msgspec.convert({**older, **line, "reward": reward, "reward_parts": parts}, RolloutRecord, strict=False)
+        return msgspec.convert({**line, "reward": reward, "reward_parts": parts}, RolloutRecord, strict=False)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from error
 
@@ -159,11 +145,8 @@ class RolloutWriter:
     def __init__(
         self, directory: Path, *, keep_bytes: int = 0, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        """
-        Args:
-            keep_bytes: of a file that is there; what follows them is cut off before the first record is written.
-            warn: called once, when something is not recorded.
-        """
+        """`keep_bytes`: of a file that is there; what follows them is cut off before the first record is written.
+        `warn`: called once, when something is not recorded."""
         self._path = directory / ROLLOUTS
         self._file = JsonLines(self._path)
         self._lock = threading.Lock()
@@ -186,7 +169,6 @@ class RolloutWriter:
             self.failed(error)
 
     def failed(self, error: Exception) -> None:
-        """Something cannot be recorded."""
         _log.warning("not recorded", exc_info=error)
         if not self._failed:
             self._failed = True

@@ -115,8 +115,6 @@ class Pulse(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of the main lane."""
-
     name: str
     waits_for: str
     """Empty: it is work."""
@@ -136,14 +134,12 @@ class MainLane:
         """Seconds, up to the last turn or cut."""
 
     def turn(self, now: float, name: str, waits_for: str) -> None:
-        """From now on it does this."""
         self._count(now)
         self._doing = (name, waits_for)
         if now - self._since >= max(GRAIN_SECONDS, GRAIN_SHARE * (now - self._born)):
             self._lay_out()
 
     def cut(self, now: float) -> list[Piece]:
-        """All pieces up to now that were not taken before."""
         self._count(now)
         self._lay_out()
         pieces, self._pieces = self._pieces, []
@@ -283,7 +279,6 @@ class Timeline:
         atexit.unregister(self.end)
 
     def write(self) -> None:
-        """Write everything up to now."""
         with self._lock:
             pieces = [] if self._lane is None else self._lane.cut(self._clock())
             events, self._events = self._events, []
@@ -332,4 +327,3 @@ class WatchedSelector(selectors.DefaultSelector):
 
 
 timeline = Timeline()
-"""Of this process."""

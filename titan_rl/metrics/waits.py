@@ -25,12 +25,8 @@ _loops: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 
 
 def answer_signals(name: str, *, log: Path | None = None) -> None:
-    """Answer from now on, on standard error. Call it in the main thread, before there is an event loop.
-
-    Args:
-        name: of the process.
-        log: a file for the same answer, in the directory where the other processes have theirs.
-    """
+    """Answer from now on, on standard error. Call it in the main thread, before there is an event loop. `log`: a file
+    for the same answer, in the directory where the other processes have theirs."""
 
     def answer(number: int, frame: object) -> None:
         asked = [_ask(descriptor) for descriptor in tuple(answering)]

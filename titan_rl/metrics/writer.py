@@ -97,7 +97,6 @@ class MetricsWriter:
 
     @property
     def nbytes(self) -> int:
-        """Of all steps."""
         self._begin()
         with self._lock:
             return self._file.nbytes + len(self._unwritten)

@@ -13,6 +13,8 @@ A setting is named by its path of fields, `trainer.optimizer.lr`. Below a `dict`
 which need not exist yet. The package knows no particular config: callers pass special cases as `Rules`.
 """
 
+from titan_rl.overrides.command import EXIT_FAILED as EXIT_FAILED
+from titan_rl.overrides.command import EXIT_OK as EXIT_OK
 from titan_rl.overrides.command import EXIT_USAGE as EXIT_USAGE
 from titan_rl.overrides.command import Command as Command
 from titan_rl.overrides.command import Verb as Verb

@@ -21,7 +21,7 @@ import tomli
 from titan_rl.errors import ConfigError
 from titan_rl.overrides.settings import Override, Table, describe, fields_of, group_in
 
-EXIT_USAGE = 2
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 
 @dataclass(kw_only=True)
@@ -135,7 +135,6 @@ class Verb:
 
 
 def print_error(prog: str, message: object) -> None:
-    """One line on standard error."""
     print(f"{prog}: {' '.join(str(message).split())}", file=sys.stderr)
 
 
@@ -203,13 +202,7 @@ WIDTH = 110
 
 
 def print_help(config: Any, *, about: str, options: Mapping[str, str]) -> None:
-    """Print what a verb takes.
-
-    Args:
-        config: whose settings are listed, with their values; None: there are none.
-        about: comes first.
-        options: the verb's other options, each with a line.
-    """
+    """Print what a verb takes: its options, and the settings of `config` with their values."""
     print(about.strip())
     if options:
         print("\noptions")

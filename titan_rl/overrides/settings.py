@@ -33,7 +33,6 @@ Table = dict[str, Any]
 
 
 def get_setting(config: Any, key: str) -> Any:
-    """The value of a setting by its dotted name."""
     for name in key.split("."):
         config = getattr(config, name)
     return config
@@ -101,7 +100,6 @@ _NAMES = {int: "an integer", float: "a finite number", bool: "true or false", st
 
 
 def describe(hint: Any) -> str:
-    """A type in words, with its bounds."""
     if hint in _NAMES:
         return _NAMES[hint]
     if get_origin(hint) is Annotated:
@@ -123,12 +121,8 @@ def describe(hint: Any) -> str:
 
 def convert_value(hint: Any, value: Any, name: str, *, words: bool = False) -> Any:
     """`value` as `hint`: an integer passes for a float, a list for a tuple, and nothing else for anything else. Raises
-    ConfigError: wrong type, out of bounds, or not finite.
-
-    Args:
-        name: of the setting, for the error.
-        words: `value` is the list of words that followed an option, whose texts are read as numbers and the like.
-    """
+    ConfigError: wrong type, out of bounds, or not finite. `words`: `value` is the list of words that followed an
+    option, whose texts are read as numbers and the like."""
     given = value
     if not words:
         with contextlib.suppress(ConfigError):  # then it is no such value either
@@ -366,12 +360,8 @@ def _as_table(config: Any, prefix: str = "") -> Table:
 
 def _plain(value: Any, name: str, *, inside: bool = False) -> Any:
     """A copy of a value of TOML, or None. A tuple becomes a list, and a path its name, as TOML would give them back.
-    Raises ConfigError: TOML has no word for it, or it is nan, which is never the value that it was before.
-
-    Args:
-        name: of the setting, for the error.
-        inside: it is in a table or a list, where TOML has no None.
-    """
+    Raises ConfigError: TOML has no word for it, or it is nan, which is never the value that it was before. `inside`: it
+    is in a table or a list, where TOML has no None."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(each, f"{name}.{key}", inside=True) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,6 +1,14 @@
-"""`titan-rl plan`: estimates a run's throughput and staleness without devices.
+"""usage: {prog} [--key VALUE ...] [--config FILE.toml] [--json]
 
-Simulates every combination of device split, staleness, window and weight sync on the same completions.
+Simulate asynchronous training with the scheduling and routing classes of a real run, on a clock of its own and without
+devices, and compare every combination of device split, staleness, window and weight sync on the same completions.
+
+The defaults describe a 7B policy on 16 devices with long-tailed answers; replace them by what you measured.
+
+examples:
+  titan-rl plan --max-staleness 0 1 2 4 --trainer-devices 4 6 8
+  titan-rl plan --devices 8 --trainer-devices 3 --weight-sync hot_swap drain
+  titan-rl plan --lengths file:lengths.txt --engine.seconds-per-step 0.02 --trainer.seconds-per-token 3e-4 --json
 """
 
 from __future__ import annotations
@@ -107,28 +115,13 @@ def _act(command: Command, prog: str) -> int:
 VERB = Verb(
     act=_act,
     config=lambda command: PlanConfig(),
-    about="""
-usage: {prog} [--key VALUE ...] [--config FILE.toml] [--json]
-
-Simulate asynchronous training with the scheduling and routing classes of a real run, on a clock of its own, and
-compare splits of the devices, staleness, windows and ways to change weights.
-
-The defaults describe a 7B policy on 16 devices with long-tailed answers; replace them by what you measured.
-
-examples:
-  titan-rl plan --max-staleness 0 1 2 4 --trainer-devices 4 6 8
-  titan-rl plan --devices 8 --trainer-devices 3 --weight-sync hot_swap drain
-  titan-rl plan --lengths file:lengths.txt --engine.seconds-per-step 0.02 --trainer.seconds-per-token 3e-4 --json""",
+    about=__doc__,
     options={"--json": "print the plans as one JSON object in the last line"},
 )
 
 
 def plan(config: PlanConfig) -> list[dict[str, Any]]:
-    """One row per combination, as plain data.
-
-    Raises:
-        ConfigError: values that are wrong or do not fit together.
-    """
+    """One row per combination, as plain data. Raises ConfigError."""
     lengths = read_lengths(config.lengths, config.seed)
     colocated = simulate(_scenario(config, lengths, config.devices, config.devices))
     rows: list[dict[str, Any]] = []

@@ -127,10 +127,7 @@ class TrainerSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """One run to simulate."""
-
     lengths: Lengths
-    """Tokens of each completion."""
     prompt_tokens: int = 0
     engine: EngineSpeed
     trainer: TrainerSpeed
@@ -147,7 +144,6 @@ class Scenario:
     seconds_per_group: float = 0.0
     """From a group's last token to its samples being ready: environment, reward, transfer."""
     steps: int = 100
-    """Optimizer steps of the run."""
 
     @property
     def limits(self) -> StalenessLimits:
@@ -162,8 +158,6 @@ _ROUNDING = 1e-9
 
 @dataclass(slots=True)
 class Sequence:
-    """One request."""
-
     request_id: str
     group_id: int
     prompt_tokens: int
@@ -173,8 +167,6 @@ class Sequence:
 
 
 class PlannedEngine:
-    """One generator's engine."""
-
     def __init__(self, speed: EngineSpeed, version: PolicyVersion) -> None:
         self._speed = speed
         self.version = version
@@ -193,11 +185,9 @@ class PlannedEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no request."""
         return not self._batch and not self._queue
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """A request arrives."""
         self._queue.append(sequence)
         if self._loading is None and len(self._batch) < self._speed.max_num_seqs:
             self._next_boundary(now)
@@ -208,11 +198,7 @@ class PlannedEngine:
         self._next_boundary(now)
 
     def boundary(self) -> tuple[list[Sequence], PolicyVersion | None]:
-        """Time is `due`.
-
-        Returns:
-            The requests that finished, and the version if one has just been loaded.
-        """
+        """Time is `due`. Returns the requests that finished, and the version if one has just been loaded."""
         now, loaded = self.due, self._loading
         finished: list[Sequence] = []
         if loaded is not None:

@@ -45,19 +45,13 @@ from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 
 
 class Resource(StrEnum):
-    """What can limit a run."""
-
     TRAINER = "trainer"
-    """More trainer devices help."""
     GENERATORS = "generators"
-    """More generators help."""
     SLOTS = "slots"
     """More staleness helps: too few groups are in flight for their length."""
 
 
 class Work(NamedTuple):
-    """What a run has trained."""
-
     train_seconds: float = 0.0
     prompt_tokens: int = 0
     sampled_tokens: int = 0
@@ -81,15 +75,12 @@ def seconds_needed(scenario: Scenario, work: Work) -> dict[Resource, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a simulated run came to."""
-
     scenario: Scenario
     seconds: float
     """Until the last step was trained."""
     trained_tokens: int
     """Sampled tokens in trained groups."""
     needed: dict[Resource, float]
-    """Least seconds for this work, by resource."""
     ages: dict[int, int]
     """Staleness in steps → groups trained at that age."""
     trained_length: float
@@ -107,7 +98,6 @@ class Result:
 
     @property
     def busiest(self) -> Resource:
-        """The resource that would limit a perfect schedule."""
         return max(self.needed, key=self.needed.__getitem__)
 
     @property
@@ -122,7 +112,6 @@ class Result:
 
 
 def simulate(scenario: Scenario) -> Result:
-    """Run the scenario to its last step."""
     return _Simulation(scenario).run()
 
 

@@ -1,16 +1,21 @@
-"""`titan-rl eval POLICY …`: policies on a task's held-out prompts, greedy and sampled, side by side.
+"""usage: {prog} POLICY [POLICY ...] [--task TASK | --recipe NAME] [--samples N] [--temperature T] [--prompts N]
 
-    held-out prompts ─▶ GroupRunner ─▶ one line per rollout in results.jsonl ─▶ estimates ─▶ table
+Play a task's held-out prompts and compare policies: exact match and reward of greedy decoding, mean reward and pass@k
+of sampling, each with its 95 % interval, and what differs from the first policy.
+
+POLICY is a run (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or http://HOST:PORT/v1, any
+server with OpenAI's API. Task, renderer, prompts and sampling are those of the recipe, else of the first run, else the
+defaults. Every rollout is a line of results.jsonl.
 
 - Weights are played through a router and generators of their own, as a run's evaluation is: with the config of that run
-  the greedy scores are its own.
-- A request's seed is that of a run with this seed, prompt and sample, so all policies are given the same chance.
+  the greedy scores are its own. A request's seed is that of a run with this seed, prompt and sample.
 - A rollout that user code failed is neither right nor wrong: it is counted, and left out of all scores.
-- A pass rate of independent prompts (`share`) has Wilson's interval, which holds near 0 and 1 and for few prompts.
-  Everything else is a mean over prompts, with a percentile bootstrap that draws whole prompts, because the samples of a
-  prompt are not independent of each other. It says how the number would vary with other prompts of the same kind.
-- Two policies are compared on the prompts that both have: the difference is paired, so that what is hard about a prompt
-  drops out.
+- pass@k is unbiased (arXiv 2107.03374). A share of prompts has Wilson's interval, which holds near 0 and 1 and for few
+  prompts. Everything else is a mean over prompts, with a percentile bootstrap that draws whole prompts, because the
+  samples of a prompt depend on each other. It says how the number would vary with other prompts of the same kind.
+- Two policies are compared on the prompts that both have: what is hard about a prompt drops out of the difference.
+
+exit codes: 0 evaluated; 1 failed; 2 wrong task, policy or settings
 """
 
 from __future__ import annotations
@@ -62,8 +67,6 @@ Values = dict[int, float]
 
 
 class Estimate(NamedTuple):
-    """A number and its 95 % interval."""
-
     value: float
     low: float
     high: float
@@ -116,8 +119,6 @@ def difference(first: Mapping[int, float], second: Mapping[int, float], seed: in
 
 @dataclass(slots=True)
 class Scores:
-    """What one policy did."""
-
     name: str
     greedy: dict[int, RolloutRecord] = field(default_factory=dict)
     """By prompt; only those that were graded."""
@@ -167,12 +168,8 @@ def estimate(values: Values) -> Estimate:
 
 async def play(player: Player, scores: Scores, *, samples: int, temperature: float | None, results: TextIO) -> None:
     """Play all held-out prompts, greedily and `samples` times. Every rollout is a line of `results`, as a run records
-    it, with policy and temperature.
-
-    Raises:
-        TaskError: there are no prompts, or no rollout was graded.
-        TitanError: a policy could not answer.
-    """
+    it, with policy and temperature. Raises TaskError: there are no prompts, or no rollout was graded; TitanError: a
+    policy could not answer."""
     if not player.info.held_out:
         raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts to evaluate on")
     free = asyncio.Semaphore(AT_ONCE)
@@ -285,20 +282,7 @@ def _temperature(command: Command, config: RunConfig) -> float:
 
 VERB = Verb(
     act=_act,
-    about="""
-usage: {prog} POLICY [POLICY ...] [--task TASK | --recipe NAME] [--samples N] [--temperature T] [--prompts N]
-
-Play a task's held-out prompts and compare policies: exact match and reward of greedy decoding, mean reward and pass@k
-of sampling, each with its 95 % interval, and what differs from the first policy.
-
-POLICY is a run (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or http://HOST:PORT/v1, any
-server with OpenAI's API. Task, renderer, prompts and sampling are those of the recipe, else of the first run, else the
-defaults. Every rollout is a line of results.jsonl.
-
-pass@k is unbiased (arXiv 2107.03374). Intervals: Wilson's of shares of prompts, else a bootstrap over prompts;
-differences are paired by prompt.
-
-exit codes: 0 evaluated; 1 failed; 2 wrong task, policy or settings""",
+    about=__doc__,
     options={
         "--task TASK": "file.py:Class, pkg.mod:Class or a bundled task, as --environment.name",
         "--samples N": f"sampled rollouts of each prompt ({SAMPLES}); 0: greedy only",

@@ -49,7 +49,6 @@ class Task(NamedTuple):
 
     config: RunConfig
     imports: tuple[str, ...] = ()
-    """The user's modules."""
     given: frozenset[str] = frozenset()
     """Settings that the user named."""
 
@@ -104,13 +103,8 @@ def server_at(url: str, command: Command) -> ChatServer:
 
 @asynccontextmanager
 async def weights_player(task: Task, weights: str, options: Options) -> AsyncIterator[Player]:
-    """The task, played by weights through router and generators of its own. Raises ConfigError, TitanError: there are
-    no such weights, or a part did not start.
-
-    Args:
-        weights: a Hugging Face directory, a run or one of its checkpoints.
-        options: where logs go, and who is told.
-    """
+    """The task, played by weights (a Hugging Face directory, a run or one of its checkpoints) through router and
+    generators of its own. Raises ConfigError, TitanError: there are no such weights, or a part did not start."""
     from titan_rl.actors.gateway import RolloutGatewayClient
     from titan_rl.run.start import bring_up
 
@@ -152,13 +146,10 @@ def run_until_signal(
     from titan_rl.run.run import conduct
 
     async def begin(directory: Path, run_end: RunEnd) -> tuple[int, str]:
-        def on_mesh(mesh: str, doing: str) -> None:
-            print_line(f"{mesh}: {doing}")
-
         options: Options = {
             "run_end": run_end,
             "log_directory": directory / "logs",
-            "on_mesh": on_mesh,
+            "on_mesh": lambda mesh, doing: print_line(f"{mesh}: {doing}"),
             "say": print_line,
         }
         return await run_end.watch(work(directory, options))

@@ -1,11 +1,17 @@
-"""`titan-rl replay RUN --group 417`: play a recorded group again, and compare it token by token with its record.
+"""usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
+       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
 
-A replay is a resume of the run in a scratch directory, from its newest checkpoint before the step that trained the
-group. It ends after that step, evaluates nothing and saves nothing. All groups of the step are sampled again, also
-those that the checkpoint holds as finished. The run's own directory is only read.
+Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
+say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
+
+RUN is a run directory; it is only read. It is resumed in a scratch directory, from its newest checkpoint before the
+step that trained the group, and ends after that step. All groups of the step are sampled again, also those that the
+checkpoint holds as finished. Settings may change as for --resume, such as --generator.count 1.
 
 Request ids, generators, attempts and the incarnation of versions belong to one play, so they are not compared. Nor are
 messages where there are several branches: those of the last answer are recorded, and which one that is may be chance.
+
+exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started
 """
 
 from __future__ import annotations
@@ -21,16 +27,16 @@ from typing import Any
 import msgspec
 
 from titan_rl.config import RunConfig
+from titan_rl.directories import METRICS
 from titan_rl.errors import ConfigError
 from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, directory_of
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_records
-from titan_rl.overrides import Command, Verb, print_error
+from titan_rl.one_line import counted
+from titan_rl.overrides import EXIT_FAILED, Command, Verb, print_error
 from titan_rl.run.runs import Resume, check_differences, differences, find
 from titan_rl.train import check_and_run, config_of_run, resolve, settings_of
 from titan_rl.types import Purpose
-
-EXIT_FAILED = 1
 
 NUMBERS = (
     "groups",
@@ -52,7 +58,6 @@ NOT_DETERMINISTIC = (
 
 
 def _act(command: Command, prog: str) -> int:
-    """Replay and compare; returns the exit code."""
     run = find(Path(command.word("run: its directory"))).run
     recorded = _recorded(run, command.values)
     step = recorded[0].step
@@ -81,8 +86,7 @@ def _act(command: Command, prog: str) -> int:
     tokens = sum(len(branch.token_ids) for record in recorded for branch in record.branches)
     groups = sorted({record.group for record in recorded})
     print(
-        f"the same: step {step}, {len(recorded)} rollout{'s' * (len(recorded) != 1)} of group "
-        f"{', '.join(map(str, groups))}: {tokens} "
+        f"the same: step {step}, {counted(len(recorded), 'rollout')} of group {', '.join(map(str, groups))}: {tokens} "
         f"tokens and {numbers} numbers about them; loss and {len(NUMBERS) - 1} other numbers of the step"
     )
     return 0
@@ -109,7 +113,6 @@ def difference(recorded: Sequence[RolloutRecord], replayed: Sequence[RolloutReco
 
 
 def difference_of_numbers(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> str:
-    """The same of the step's numbers."""
     for name in NUMBERS:
         if recorded.get(name) != replayed.get(name):
             return f"{name}: recorded {recorded.get(name)!r}, replayed {replayed.get(name)!r}"
@@ -174,12 +177,11 @@ def _recorded(run: Path, options: Mapping[str, str]) -> list[RolloutRecord]:
 
 
 def _read(run: Path) -> Iterator[RolloutRecord]:
-    """The recorded rollouts that were trained."""
     return (record for record in read_records(run / ROLLOUTS) if record.purpose is Purpose.TRAIN)
 
 
 def _numbers(run: Path, step: int) -> dict[str, Any]:
-    lines = json_lines(run / "metrics.jsonl")
+    lines = json_lines(run / METRICS)
     return next((line for _, line in lines if line.get("step") == step and "train/loss" in line), {})
 
 
@@ -210,16 +212,7 @@ def _scratch(kept: Path | None) -> Path:
 
 VERB = Verb(
     act=_act,
-    about="""
-usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
-       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
-
-Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
-say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
-
-RUN is a run directory; it is only read. Settings may change as for --resume, such as --generator.count 1.
-
-exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started""",
+    about=__doc__,
     options={
         "--group N": "the group to compare",
         "--step N": "compare all recorded groups of this step",

@@ -1,7 +1,12 @@
-"""`titan-rl try TASK`: plays a task without training, for a person to read.
+"""usage: {prog} TASK [--policy POLICY] [--prompts N] [--held-out] [--environment.kwargs.NAME VALUE ...]
 
-What plays it is a demonstration of the task's own, a person who types, a server or a checkpoint. What is played, and
-who grades it, is what a run would use (`policies`). Demonstrations, typing and servers load neither torch nor Monarch.
+Play a task without training: prompts, tools, rewards and stop reasons on the screen. What is played, and who grades it,
+is what a run would use. Demonstrations, typing and servers load neither torch nor Monarch.
+
+TASK is file.py (where it has one task), file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run
+directory.
+
+exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong task or settings
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.one_line import counted
-from titan_rl.overrides import EXIT_USAGE, Command, Verb, option_overrides, print_error
+from titan_rl.overrides import EXIT_FAILED, EXIT_USAGE, Command, Verb, option_overrides, print_error
 from titan_rl.playing.policies import (
     first_run,
     number_of,
@@ -54,7 +59,6 @@ from titan_rl.view.conversation import draw_conversations, draw_end, draw_messag
 if TYPE_CHECKING:
     from titan_rl.run.start import Options
 
-EXIT_FAILED = 1
 TYPED, DEMONSTRATIONS = "typed", "demonstrations"
 SHOWN_PROMPTS = 3
 HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends"
@@ -96,7 +100,6 @@ class Person:
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self) -> None:
-        """The next rollout's conversation begins."""
         self.shown = 0
         self._conversation = []
 
@@ -266,10 +269,7 @@ class Trial:
 
 def read_turn(text: str, tools: Sequence[ToolSpec]) -> Message:
     r"""What somebody typed as a message: `/add first=1 second=2` or `/add {"first": 1}` calls a tool, all else is text.
-
-    Raises:
-        ConfigError: a call that cannot be read.
-    """
+    Raises ConfigError: a call that cannot be read."""
     called = re.match(r"/(\w+)\s*(.*)", text, re.DOTALL)
     if called is None or not tools:
         return Message("assistant", text)
@@ -367,16 +367,7 @@ def _demonstrates(config: RunConfig) -> bool:
 
 VERB = Verb(
     act=_act,
-    config=lambda command: None,
-    about="""
-usage: {prog} TASK [--policy POLICY] [--prompts N] [--held-out] [--environment.kwargs.NAME VALUE ...]
-
-Play a task without training: prompts, tools, rewards and stop reasons on the screen.
-
-TASK is file.py (where it has one task), file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run
-directory.
-
-exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong task or settings""",
+    about=__doc__,
     options={
         "--policy POLICY": "demonstrations: the task's own (default, if it has some); typed: by you; "
         "http://HOST:PORT/v1: a server with OpenAI's API; a run, one of its checkpoints, or a Hugging Face directory",

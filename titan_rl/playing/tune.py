@@ -1,8 +1,9 @@
-"""`titan-rl tune TASK`: tries the three settings that matter most, in ever fewer and longer runs.
+"""usage: {prog} TASK [--minutes N] [--section.key VALUE ...]
 
-Successive halving: every candidate trains a little, the better half is trained twice as long, until one is left. Each
-trial is an ordinary run from the first step on, in processes of its own, so that its learning rate falls as it would
-and a trial that fails costs only itself; they stay in `DIRECTORY/tune-NAME`, for `titan-rl report`.
+Search learning rate, entropy bonus and samples per group for a task of yours. Shows a table and writes the config of
+the best. Successive halving: every candidate trains a little, the better half is trained twice as long, until one is
+left. Each trial is an ordinary run from the first step on, in processes of its own, so that its learning rate falls as
+it would and a trial that fails costs only itself; they stay in DIRECTORY/tune-NAME, for `titan-rl report`.
 """
 
 from __future__ import annotations
@@ -168,11 +169,7 @@ def result_table(tried: Sequence[Candidate], best: Candidate) -> Table:
 VERB = Verb(
     act=_act,
     config=lambda command: RunConfig(),
-    about=f"""
-usage: {{prog}} TASK [--minutes N] [--section.key VALUE ...]
-
-Search learning rate, entropy bonus and samples per group for a task of yours: {len(TRIED)} short trials, then the
-better half twice as long, and so on. Shows a table and writes the config of the best.""",
+    about=__doc__,
     options={
         "--minutes N": f"about how long all of it may take ({MINUTES})",
         "--recipe NAME": "is refused: the task decides",

@@ -1,7 +1,10 @@
-"""What is wrong with this host whatever the run, and what to do about it.
+"""usage: {prog}
 
-Every start asks `quick_problems`, which cost milliseconds; `titan-rl doctor` asks for the rest, and changes nothing.
-What one run needs here, such as descriptors and ports, `titan-rl train --dry-run` looks at.
+Look at this host: versions, cores, memory, devices, what dead runs have left. Says what to do about each problem, and
+changes nothing. `titan-rl train --dry-run` says whether a run would start here: what it needs, such as descriptors and
+ports, and the part of this that costs milliseconds (`quick_problems`).
+
+exit codes: 0 nothing would stop every run; 1 something would
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from rich.text import Text
 from titan_rl import __version__
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
 from titan_rl.one_line import counted
-from titan_rl.overrides import Command, Verb
+from titan_rl.overrides import EXIT_FAILED, Command, Verb
 from titan_rl.run import cuda
 from titan_rl.supervision.process import PREFIX, dead_scratch
 from titan_rl.supervision.proxy import owner_lives
@@ -38,7 +41,6 @@ LITTLE_DISK = 1 << 30
 """Bytes. With less a run warns that checkpoints may not fit."""
 
 _PIN = re.compile(r"([\w.-]+)==([\w.]+);.*extra == ['\"]cuda['\"]")
-EXIT_FAILED = 1
 LITTLE_MEMORY = 4 << 30
 """Bytes that the quick start's policy takes to train."""
 _GIB = 1 << 30
@@ -47,8 +49,6 @@ _TITLE = re.compile(r"titan_rl \S+ rank \d+ \(\S+ of (?P<owner>[^)]+)\)")
 
 
 class Severity(StrEnum):
-    """How serious a problem is."""
-
     ERROR = "error"
     """The run is refused on any host."""
     ABSENT = "absent"
@@ -60,8 +60,6 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is wrong with a run."""
-
     sentence: str
     severity: Severity = Severity.ERROR
 
@@ -95,15 +93,10 @@ def package_problems(package: str) -> Iterator[Problem]:
         )
 
 
-def existing(directory: str) -> Path:
-    """The directory, or the nearest one above it that exists."""
-    place = Path(directory).expanduser().absolute()
-    return next(each for each in (place, *place.parents) if each.exists())
-
-
 def disk_problems(directory: str) -> Iterator[Problem]:
+    place = Path(directory).expanduser().absolute()
     try:
-        disk = shutil.disk_usage(existing(directory))
+        disk = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
     except OSError:  # what cannot be looked at cannot be written either, which is said elsewhere
         return
     if disk.total and disk.free < LITTLE_DISK:
@@ -206,7 +199,6 @@ def _remains(temporary: Path) -> Iterator[HostFinding]:
 
 
 def _orphans() -> list[int]:
-    """Processes of meshes whose owner is gone."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -246,13 +238,7 @@ def _act(command: Command, prog: str) -> int:
 
 VERB = Verb(
     act=_act,
-    about="""
-usage: {prog}
-
-Look at this host: versions, cores, memory, devices, what dead runs have left. Says what to do about each problem, and
-changes nothing. `titan-rl train --dry-run` says whether a run would start here.
-
-exit codes: 0 nothing would stop every run; 1 something would""",
+    about=__doc__,
     options={},
     takes_settings=False,
 )

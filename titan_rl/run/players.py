@@ -22,29 +22,31 @@ from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.isolation.wire import TaskInfo
+from titan_rl.loop.system import group_request
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupResult, report_of
 from titan_rl.rollout.rollouter import Generate
 from titan_rl.scheduling.group import MAX_ATTEMPTS
 from titan_rl.supervision.placement import plays
-from titan_rl.types import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    GroupRequest,
-    Message,
-    Piece,
-    PolicyVersion,
-    Purpose,
-    SamplingParams,
-    ToolSpec,
-)
+from titan_rl.types import Completion, FinishReason, GenerationRequest, GroupRequest, Message, Piece, Purpose, ToolSpec
 
 NextMessage = Callable[
     [Sequence[Message], Sequence[ToolSpec], GenerationRequest], Awaitable[tuple[Message, FinishReason]]
 ]
 """Called with a conversation, the tools and the request: the policy's next message, and why it ended."""
+
+
+def not_sampled(request: GenerationRequest, token_ids: Sequence[int], reason: FinishReason) -> Completion:
+    """A completion that no engine has drawn: its logprobs and versions mean nothing."""
+    count = len(token_ids)
+    return Completion(
+        request_id=request.request_id,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        logprobs=np.zeros(count, dtype=np.float32),
+        versions=np.zeros(count, dtype=np.int64),
+        finish_reason=reason,
+    )
 
 
 class MessagePolicy:
@@ -58,14 +60,7 @@ class MessagePolicy:
         prompt: list[int] = request.prompt_token_ids.tolist()
         messages, tools = self.renderer.messages(prompt), self.renderer.tools(prompt)
         message, reason = await self._next_message(messages, tools, request)
-        token_ids = self.renderer.say(message)[: None if reason is FinishReason.STOP else -1]
-        return Completion(
-            request_id=request.request_id,
-            token_ids=np.array(token_ids, dtype=np.int32),
-            logprobs=np.zeros(len(token_ids), dtype=np.float32),
-            versions=np.zeros(len(token_ids), dtype=np.int64),
-            finish_reason=reason,
-        )
+        return not_sampled(request, self.renderer.say(message)[: None if reason is FinishReason.STOP else -1], reason)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         yield await self.generate(request)
@@ -86,18 +81,7 @@ class Player:
     def request(
         self, index: int, purpose: Purpose, *, samples: int = 1, temperature: float | None = None
     ) -> GroupRequest:
-        """Rollouts of one prompt. Without a temperature, at that of training."""
-        sampling = self.config.rollout.sampling
-        return GroupRequest(
-            group_id=index,
-            purpose=purpose,
-            samples=samples,
-            sampling=SamplingParams(
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature if temperature is None else temperature,
-            ),
-            min_version=PolicyVersion(0, 0),
-        )
+        return group_request(self.config, purpose, index, samples=samples, temperature=temperature)
 
     async def play(self, request: GroupRequest) -> list[RolloutRecord]:
         """The rollouts of a group. One whose engines died under it is played again, as in a run."""
@@ -119,11 +103,8 @@ class Player:
 async def message_player(
     config: RunConfig, imports: tuple[str, ...], next_message: NextMessage
 ) -> AsyncIterator[Player]:
-    """The task, played by a policy that answers in messages. Loads neither torch nor Monarch.
-
-    Raises:
-        ConfigError, TaskError: the environment cannot be made.
-    """
+    """The task, played by a policy that answers in messages. Loads neither torch nor Monarch. Raises ConfigError,
+    TaskError: the environment cannot be made."""
     policy = MessagePolicy(next_message)
     runner = GroupRunner(config, model_path="", imports=imports)
     server = None

@@ -2,8 +2,7 @@
 
 A run that goes on (`resume`) does so in its own directory.
 
-Exit codes: 0 done, 1 failed or not learned, 2 wrong config, 130 stopped by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP (a
-service that is stopped: 0). However a run ends, its directory holds the resolved config, every finished step and the
+However a run ends, its directory holds the resolved config, every finished step and the
 logs, and also the trainer's newest weights if the trainer still lives. No process of the run is left. Its last two
 lines say what ended it, what was saved and how to go on, and where its report is.
 """
@@ -34,6 +33,7 @@ from titan_rl.loop.loop import TrainingLoop
 from titan_rl.metrics.timeline import SPANS, timeline
 from titan_rl.metrics.waits import answer_signals
 from titan_rl.one_line import counted, one_line
+from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from titan_rl.run.runs import Resume, how_to_go_on, write_config
 from titan_rl.run.start import bring_up
 from titan_rl.run.training import NOTHING_SAVED, Training
@@ -42,10 +42,6 @@ from titan_rl.supervision.run_end import Announcer, RunEnd
 from titan_rl.view.report import REPORT, write_report
 from titan_rl.view.timelines import write_trace
 from titan_rl.weights.segment_files import remove_segments_of
-
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 
 LONGEST_CAUSE = 400
 """Characters of an error in the line that says what ended the run. The logs have all of it."""
@@ -61,14 +57,8 @@ _log = logging.getLogger(__name__)
 def run(
     config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None = None, *, replay_until: int = 0
 ) -> int:
-    """Do the whole run, or the rest of one; returns the exit code.
-
-    Args:
-        replay_until: do again what was done, and end after this step; 0: go on.
-
-    Raises:
-        ConfigError: the run cannot go on: none of its checkpoints can be read. Nothing of it was changed.
-    """
+    """Do the whole run, or the rest of one; returns the exit code. `replay_until`: do again what was done, and end
+    after this step; 0: go on. Raises ConfigError: none of its checkpoints can be read. Nothing of it was changed."""
     started = time.monotonic()
     console = Console()
     training: Training | None = None

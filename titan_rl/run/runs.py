@@ -1,12 +1,6 @@
 """The runs of a directory: what has become of each (`titan-rl runs`), which one goes on, from which checkpoint, and
 whether its settings may be others than before.
 
-    --resume RUN          a run directory: from its newest checkpoint that is as it was written; from the beginning,
-                          if none was written yet
-    --resume CHECKPOINT   one of its checkpoints
-    --resume auto         the newest unfinished run of this recipe and config, one with a checkpoint first (another may
-                          have failed at its start), or else a new run
-
 Nothing of the run is changed before the trainer has what the checkpoint holds (`begun`). Then checkpoints after the one
 that was taken are removed: the run leaves their way.
 
@@ -70,25 +64,16 @@ CLOSE = (
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A run that goes on."""
-
     run: Path
-    """Its directory."""
     chosen: Checkpoint | None = None
     """None: the newest sound one."""
 
     def checkpoint(
         self, say: Callable[[str], None], read: Callable[[Path], object] = lambda directory: None
     ) -> Checkpoint | None:
-        """The one that was named, else the newest that is as it was written; None: there is none.
-
-        Args:
-            say: told of those that are passed over.
-            read: raises CheckpointError for one that cannot be read though it is as it was written.
-
-        Raises:
-            ConfigError: there are some, and none of them can be read; or the one that was named cannot.
-        """
+        """The one that was named, else the newest that is as it was written and can be read (`read` raises no
+        CheckpointError); None: there is none. `say`: told of those that are passed over. Raises ConfigError: there are
+        some, and none of them can be read; or the one that was named cannot."""
         if self.chosen is not None:
             try:
                 read(self.chosen.directory)
@@ -133,7 +118,6 @@ def write_config(directory: Path, config: RunConfig) -> None:
 
 
 def how_to_go_on(run: Path) -> str:
-    """What can be done with a run that has ended."""
     newest = next(reversed(checkpoints(run)), None)
     command = f"titan-rl train --resume {shlex.quote(str(run))}"
     if not (run / CONFIG).is_file():
@@ -170,8 +154,6 @@ def unfinished(directory: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A setting that is another one now."""
-
     setting: str
     before: Any
     now: Any
@@ -190,7 +172,6 @@ class Difference:
 
 
 def differences(before: RunConfig, now: RunConfig) -> list[Difference]:
-    """Settings that differ."""
     old, new = (dict(flat(dataclasses.asdict(config))) for config in (before, now))
     return [
         Difference(name, old.get(name), new.get(name))
@@ -209,8 +190,6 @@ def check_differences(found: Sequence[Difference], run: Path) -> None:
 
 
 class State(StrEnum):
-    """What has become of a run."""
-
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"
@@ -223,8 +202,6 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRun:
-    """One line of the list."""
-
     directory: Path
     state: State
     how: str
@@ -243,7 +220,6 @@ def list_runs(directory: Path) -> list[ListedRun]:
 
 
 def summarize(run: Path) -> ListedRun:
-    """What the files of a run say about it."""
     ending = json_object(run / ENDING)
     step, score = 0, None
     for _, line in json_lines(run / METRICS, start=-TAIL):

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of `start` and `bring_up`."""
-
     imports: tuple[str, ...]
     """Files or modules of the user, imported first in every process."""
     log_directory: Path | None

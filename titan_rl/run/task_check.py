@@ -20,8 +20,6 @@ from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
-import numpy as np
-
 from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.environments.rubric import EXACT_MATCH
@@ -29,20 +27,13 @@ from titan_rl.errors import AbsentError, ActorGone, ConfigError, TaskError
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.process_io import passed_on
 from titan_rl.isolation.wire import LONGEST_SHOWN, CallKind, TaskCheck, TaskInfo, UserCall
+from titan_rl.loop.system import group_request
 from titan_rl.one_line import one_line
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.run.checks import Problem, Severity
-from titan_rl.types import (
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    GroupRequest,
-    Message,
-    PolicyVersion,
-    Purpose,
-    SamplingParams,
-)
+from titan_rl.run.players import not_sampled
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Purpose
 
 TRIED_PROMPTS = 256
 """Training prompts that are tried with the tokenizer."""
@@ -139,7 +130,7 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
         _render(runner.renderer, info, check, remedy)
     if config.trainer.warmup.steps:
         try:
-            await runner.run_group(_request(config, Purpose.DEMONSTRATE, samples=1), _SaysAlways(runner.renderer, ""))
+            await runner.run_group(group_request(config, Purpose.DEMONSTRATE, 0), _SaysAlways(runner.renderer, ""))
         except TaskError as error:
             where = "" if str(error).startswith("demonstration") else "demonstration 0: "
             raise ConfigError(f"{where}{error}" + (f"; {remedy}" if "symbol" in str(error) else "")) from error
@@ -149,7 +140,7 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
     plays = ((Purpose.TRAIN, 2 if info.scores_groups else 1), (Purpose.EVALUATE, 1))
     for (purpose, samples), answer in zip(plays, (check.answers[0], check.answers[-1]), strict=True):
         policy = _SaysAlways(runner.renderer, answer)
-        result = await runner.run_group(_request(config, purpose, samples=samples), policy)
+        result = await runner.run_group(group_request(config, purpose, 0, samples=samples), policy)
         said_right += [(policy.tokens, rollout.reward) for rollout in result.rollouts if policy.tokens]
         for rollout, trajectory in zip_longest(result.rollouts, result.trajectories):
             if rollout.error:
@@ -170,7 +161,7 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
     tokens, reward = map(max, zip(*said_right, strict=True))
     if tokens >= (room := config.rollout.sampling.max_new_tokens):
         return f"a right answer has {tokens} tokens and its end, rollout.sampling.max_new_tokens is {room}: it is cut"
-    wrong = await runner.run_group(_request(config, Purpose.TRAIN, samples=1), _SaysAlways(runner.renderer, ""))
+    wrong = await runner.run_group(group_request(config, Purpose.TRAIN, 0), _SaysAlways(runner.renderer, ""))
     if reward > 0 or any(reward > rollout.reward for rollout in wrong.rollouts):
         return ""
     return (
@@ -192,13 +183,6 @@ def _render(renderer: Renderer, info: TaskInfo, check: TaskCheck, remedy: str) -
                 return
 
 
-def _request(config: RunConfig, purpose: Purpose, *, samples: int) -> GroupRequest:
-    sampling = SamplingParams(max_new_tokens=config.rollout.sampling.max_new_tokens)
-    return GroupRequest(
-        group_id=0, purpose=purpose, samples=samples, sampling=sampling, min_version=PolicyVersion(0, 0)
-    )
-
-
 class _SaysAlways:
     """A policy that always says one text, or repeats its prompt if the tokenizer cannot write that text."""
 
@@ -213,11 +197,5 @@ class _SaysAlways:
     async def __call__(self, request: GenerationRequest) -> Completion:
         token_ids = [*(self._said or request.prompt_token_ids.tolist()), self._renderer.stop_token_ids[0]]
         room = request.sampling.max_new_tokens
-        kept = np.asarray(token_ids[:room], dtype=np.int32)
-        return Completion(
-            request_id=request.request_id,
-            token_ids=kept,
-            logprobs=np.zeros(len(kept), dtype=np.float32),
-            versions=np.zeros(len(kept), dtype=np.int64),
-            finish_reason=FinishReason.STOP if len(token_ids) <= room else FinishReason.LENGTH,
-        )
+        reason = FinishReason.STOP if len(token_ids) <= room else FinishReason.LENGTH
+        return not_sampled(request, token_ids[:room], reason)

@@ -62,16 +62,10 @@ _log = logging.getLogger(__name__)
 
 
 class Training:
-    """Of one run directory."""
-
     def __init__(
         self, config: RunConfig, directory: Path, checkpoint: Checkpoint | None, console: Console, *, replay_until: int
     ) -> None:
-        """
-        Args:
-            checkpoint: from which the run goes on; None: it begins.
-            replay_until: do again what was done, and end after this step; 0: go on.
-        """
+        """`checkpoint`: from which the run goes on; None: it begins. `replay_until`: see `run`."""
         self.saved = NOTHING_SAVED
         """Where the weights are that were saved last, in words."""
         self._config = config
@@ -187,7 +181,6 @@ class Training:
         )
 
     def _saves(self, loop: TrainingLoop, system: System) -> dict[str, Save]:
-        """What is saved when the loop has ended."""
 
         async def save_weights() -> str:
             if not loop.has_weights:
@@ -205,11 +198,8 @@ class Training:
 async def train_and_save(
     loop: TrainingLoop, meshes: Supervisor, saves: Mapping[str, Save], say: Callable[[str], None]
 ) -> None:
-    """Train to the end, and save what there is, even if training fails or is stopped.
-
-    Args:
-        saves: by what each saves, as "the weights were".
-        say: called with where that is, or why it was not saved.
+    """Train to the end, and save what there is, even if training fails or is stopped. `saves`: by what each saves, as
+    "the weights were".
 
     Raises:
         RollbackNeeded: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.

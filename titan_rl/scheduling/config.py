@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titan_rl.errors import ConfigError
+from titan_rl.one_line import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,12 +59,10 @@ class StalenessLimits:
             sum_ = f" ({self.max_staleness} + {self.overtaking} for the window)" if self.overtaking else ""
             # The mean by Little's law: (S + 1)·P groups inside, P leave per step, so each stays S + 1 steps on average,
             # the last of which trains it. Empty slots, and tokens sampled after a later update, make it less.
-            age = f"a sample is at most {_steps(self.bound)} old{sum_}, on average at most {self.max_staleness}"
+            age = (
+                f"a sample is at most {counted(self.bound, 'step')} old{sum_}, on average at most {self.max_staleness}"
+            )
         return (
             f"{self.groups_per_step} groups per step, max staleness {self.max_staleness}, {window}: "
             f"{self.slots} groups in flight; {age}"
         )
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"

@@ -29,7 +29,6 @@ class Outcome(StrEnum):
     """How a group ended, for good."""
 
     TRAINED = "trained"
-    """An optimizer step has used it."""
     FILTERED = "filtered"
     """A filter refused it; another group takes its place."""
     FAILED = "failed"
@@ -44,7 +43,6 @@ class Group:
     """The prompt's index in the stream."""
     state: GroupState
     attempt: int = 0
-    """How often it was lost so far."""
     min_version: PolicyVersion
     """No older policy may sample it: the newest published version when it was admitted. In a deterministic run the
     version that plays it, the newest one in logical time, which may not be published yet."""
@@ -58,8 +56,6 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one optimizer step trains."""
-
     version: PolicyVersion
     """Of the trainer, before the step."""
     groups: tuple[Group, ...]

@@ -67,7 +67,6 @@ class GroupBuffer:
         self._undecided: dict[int, None] = {}  # in the order in which they ended, where that decides
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {
             "knobs": asdict(self.limits),
             "logical_time": self._time.state_dict(),
@@ -112,7 +111,6 @@ class GroupBuffer:
 
     @property
     def free_slots(self) -> int:
-        """How many groups may be admitted now."""
         if self.limits.deterministic:
             return self._time.free_slots(self._admitted)
         return self.limits.slots - len(self._groups) - sum(count for _, count in self._unpublished)
@@ -159,7 +157,6 @@ class GroupBuffer:
 
     @property
     def ready(self) -> int:
-        """How many of the P groups of the next batch are there."""
         return len(self._pick())
 
     def waits_for(self) -> str:
@@ -200,7 +197,6 @@ class GroupBuffer:
         return groups
 
     def start(self, group_id: int) -> Group:
-        """The group's rollouts begin."""
         return self._move(group_id, GroupState.RUNNING, GroupState.WAITING)
 
     def finish(self, group_id: int, oldest: PolicyVersion | None) -> Group:

@@ -7,14 +7,7 @@ and played by exactly the version that is the newest in logical time.
 
 So a group's version, and the batch that trains it, are functions of the outcomes of earlier groups alone. They do not
 depend on who is fast, on the number of generators, or on losses: a lost group is played again by the same version.
-
-**Bound.** Let g be admitted at m = ⌊t/P⌋. At most (S + 1)·P - 1 other groups hold a slot then: t - m·P trainable ones,
-and undecided ones, whose ids are smaller. So at most m·P + (S + 1)·P - 1 groups are trained before g, which makes g
-part of the batch of version m + S at the latest: it is at most S steps old.
-
-**Nobody waits for itself.** Version m needs m·P trainable groups, all of which were decided before g was admitted.
-
-Pure. Samples are held longer than in other runs: of up to (2·S + 2)·P groups.
+`README.md` proves the bound, S, and that nobody waits for itself.
 """
 
 from __future__ import annotations
@@ -35,7 +28,6 @@ class LogicalTime:
         self._ended: dict[int, bool] = {}  # not decided yet: whether trainable
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
         return {"decided": self._decided, "trainable": self._trainable, "ended": dict(self._ended)}
 
     @classmethod
@@ -51,11 +43,9 @@ class LogicalTime:
         return self._trainable // self._limits.groups_per_step
 
     def free_slots(self, admitted: int) -> int:
-        """How many groups may be admitted now."""
         return self._limits.slots - (admitted - self._decided) - self._trainable % self._limits.groups_per_step
 
     def expected(self, admitted: int) -> int:
-        """Groups that were trained or may be."""
         return self._trainable + admitted - self._decided
 
     def end(self, group_id: int, *, trainable: bool) -> None:
@@ -70,7 +60,6 @@ class LogicalTime:
             )
 
     def waits(self, group_id: int) -> bool:
-        """Whether a group has ended and is not decided."""
         return group_id in self._ended
 
     def decide(self) -> int | None:

@@ -58,11 +58,9 @@ class Schedule:
         return max(0, min(self._buffer.free_slots, wanted - self._buffer.expected))
 
     def take(self) -> Batch | None:
-        """The batch to train now."""
         return None if self._must_be_published() else self._buffer.take()
 
     def trainer_waits_for(self) -> str:
-        """Why `take` gives nothing."""
         if self._must_be_published():
             return f"the publication of {self._buffer.trainer_version}"
         return self._buffer.waits_for()
@@ -73,7 +71,6 @@ class Schedule:
     # Publication.
 
     def may_publish(self) -> bool:
-        """Whether to publish the trainer's version now."""
         return self._buffer.published_version < self._buffer.trainer_version
 
     def all_published(self) -> bool:
@@ -82,12 +79,10 @@ class Schedule:
     # Evaluation.
 
     def is_due(self, version: PolicyVersion) -> bool:
-        """Whether this version is to be evaluated."""
         rhythm = version.step in (0, self.last) or bool(self._every and version.step % self._every == 0)
         return rhythm and version.step > self._evaluated
 
     def make_due(self, version: PolicyVersion) -> None:
-        """Queue a version, which is served now, for evaluation."""
         self._due.append(version)
 
     def next_due(self) -> PolicyVersion | None:
@@ -143,14 +138,11 @@ class Schedule:
 
 
 class Untrainable(StrEnum):
-    """Why a group teaches nothing."""
-
     SOLVED = "solved"
     """All its rollouts got the same reward, and each is an exact match."""
     EQUAL_REWARDS = "all rewards equal"
     """Every advantage is 0: it is trained, but moves nothing."""
     FILTERED = "filtered"
-    """A filter refused it."""
     FAILED = "failed"
     """None of its rollouts could be played to the end."""
     EMPTY = "no sampled token"
@@ -172,7 +164,6 @@ class UntrainableStreak:
 
     @property
     def length(self) -> int:
-        """Groups in a row, so far."""
         return sum(self.reasons.values())
 
     def trainable(self) -> None:
@@ -194,7 +185,6 @@ class UntrainableStreak:
         return True
 
     def describe(self) -> str:
-        """The streak in one sentence."""
         reasons = "; ".join(
             f"{count} {reason} (first {self.first[reason]})"
             for reason, count in sorted(self.reasons.items(), key=lambda each: -each[1])

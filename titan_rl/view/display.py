@@ -65,8 +65,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class MeshState:
-    """A mesh as the panel shows it."""
-
     doing: str
     since: float
     """When its start began."""
@@ -134,7 +132,6 @@ class RunDisplay:
             mesh.took = now - mesh.since
 
     def on_begin(self, span: Span) -> None:
-        """Show a span until it ends."""
         self._training = True
         self._spans[span] = None
 
@@ -143,12 +140,8 @@ class RunDisplay:
 
     def add_group(self, errors: Sequence[str], late: Sequence[str] = ()) -> None:
         """Count a group that was played, and its rollouts that failed. They are printed with the next step's line, or
-        after `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step.
-
-        Args:
-            errors: of the failed rollouts, but those that ran out of time.
-            late: of those. They are printed last, because they may have waited for others.
-        """
+        after `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step. `late`: errors of those that
+        ran out of time. They are printed last, because they may have waited for others."""
         self._groups += 1
         self._groups_failed += bool(errors or late)
         for causes, those in ((self._errors, errors), (self._late, late)):
@@ -169,14 +162,8 @@ class RunDisplay:
         reward: float | None = None,
         busy: Mapping[str, float] | None = None,
     ) -> None:
-        """A finished optimizer step.
-
-        Args:
-            numbers: by name, as they are shown.
-            phases: seconds by phase.
-            reward: for the curve.
-            busy: by mesh, the share of its time in which it worked.
-        """
+        """A finished optimizer step: its numbers as they are shown, seconds by phase, the reward for the curve, and by
+        mesh the share of its time in which it worked."""
         now = self._clock()
         self._done, self._phases = step, dict(phases)
         self._numbers |= numbers

@@ -92,7 +92,7 @@ def _idle(run: Run) -> Iterator[Finding]:
             f"{'It' if one else 'They'} waited {' to '.join(shares)} of the time of the steps, longest for "
             f"{MEANINGS.get(cause, cause)}."
         )
-        do = sentence(HINTS.get((meshes, cause), ""))
+        do = sentence(HINTS[meshes].get(cause, ""))
         kind = Kind.NOTE if synchronous else Kind.WARNING
         yield Finding(kind, f"{who} idle more than half of the time", text, do, "timeline")
 

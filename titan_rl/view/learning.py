@@ -93,7 +93,6 @@ def late(run: Run, name: str) -> float | None:
 
 
 def _largest_reward(run: Run, default: float = 1.0) -> float:
-    """Of the recorded rollouts."""
     return max((rollout.reward for rollout in run.rollouts), default=default)
 
 
@@ -200,8 +199,9 @@ def _learning_rate(run: Run) -> Iterator[Finding]:
 
 
 def _late_rollouts(run: Run) -> list[ListedRollout]:
+    """Those of the last third that did not fail."""
     last = run.steps - max(run.steps // 3, 1)
-    return [each for each in run.rollouts if each.step > last and each.purpose is Purpose.TRAIN]
+    return [each for each in run.rollouts if each.step > last and not each.error]
 
 
 def _no_signal(run: Run) -> Iterator[Finding]:
@@ -211,7 +211,7 @@ def _no_signal(run: Run) -> Iterator[Finding]:
     samples, top = run.config.get("rollout.samples_per_group", 0), _largest_reward(run)
     if equal is None or reward is None or reward >= TOP_SHARE * top > 0:
         return
-    answers = Counter(each.answer for each in _late_rollouts(run) if not each.error)
+    answers = Counter(each.answer for each in _late_rollouts(run) if each.purpose is Purpose.TRAIN)
     often = ", ".join(f"{answer!r} {percent(count / answers.total())}" for answer, count in answers.most_common(3))
     said = f" Of the recorded answers {often}." if often else ""
     if equal > limit(name):
@@ -280,8 +280,7 @@ def _cut(run: Run) -> Iterator[Finding]:
 
 def _dead_symbols(run: Run) -> Iterator[Finding]:
     """Characters of the wanted answers that the policy does not write, or never writes to any profit, at the end."""
-    last = run.steps - max(run.steps // 3, 1)
-    late = [rollout for rollout in run.rollouts if rollout.step > last and rollout.wanted and not rollout.error]
+    late = [rollout for rollout in _late_rollouts(run) if rollout.wanted]
     wanting: dict[str, list[ListedRollout]] = defaultdict(list)
     for rollout in late:
         for symbol in {*rollout.wanted}:

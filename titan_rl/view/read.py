@@ -32,7 +32,6 @@ Series = dict[int, float | None]
 """One metric: step → value; None where it was NaN or infinite."""
 
 PER_TOKEN = ("token_ids", "texts", "trained", "logprobs", "trainer_logprobs", "weights", "versions")
-"""Lists of a branch."""
 
 
 class ListedRollout(RolloutRecord, frozen=True, kw_only=True):
@@ -50,8 +49,6 @@ class ListedRollout(RolloutRecord, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Run:
-    """One run, as its files tell it."""
-
     directory: Path
     config: Mapping[str, Any]
     """Setting, as `trainer.optimizer.lr` → value."""
@@ -129,7 +126,6 @@ def logprob_gaps(branch: BranchRecord) -> list[float | None]:
 
 
 def rollout_at(file: BinaryIO, rollout: ListedRollout) -> RolloutRecord:
-    """The whole record of a rollout."""
     file.seek(rollout.offset)
     return read_record(json.loads(file.readline(), parse_constant=lambda name: None))
 

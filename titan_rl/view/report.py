@@ -1,7 +1,10 @@
-"""`titan-rl report RUN [RUN2 ...] [--output FILE]`: one HTML file that shows a run, or compares several. It needs
-nothing else: no network, no server, no account.
+"""usage: {prog} RUN [RUN2 ...] [--output FILE] [--follow]
 
-- No text of a run is HTML or script: all of it is packed data (`_packed`), and the page sets it as text only.
+Write one HTML file that shows a run, or compares several: findings, curves, staleness and lengths, what every mesh did,
+rollouts token by token, settings. It needs nothing else: no network, no server, no account. A run may still be going
+on.
+
+- No text of a run is HTML or script: all of it is packed data, and the page sets it as text only.
 - A content security policy lets the page's own script run and nothing else, and forbids every request.
 - What is large is thinned, and the page says so. Where not all rollouts fit, every step keeps some.
 - A token that several branches share is stored once, as the branch that trains it has it.
@@ -107,7 +110,6 @@ def _block(name: str, data: str) -> str:
 
 
 def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
-    """Everything but rollouts."""
     names = dict.fromkeys(name for run in runs for name in run.series)
     return {
         "version": __version__,
@@ -254,7 +256,6 @@ def _round_robin(rollouts: Sequence[ListedRollout]) -> list[ListedRollout]:
 
 
 def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
-    """One line of the list of rollouts."""
     return {
         **{name: getattr(rollout, name) for name in ("step", "group", "attempt", "sample")},
         "stop": rollout.stop_reason,
@@ -392,11 +393,7 @@ def _act(command: Command, prog: str) -> int:
 
 VERB = Verb(
     act=_act,
-    about="""
-usage: {prog} RUN [RUN2 ...] [--output FILE] [--follow]
-
-Write one HTML file that shows a run, or compares several: findings, curves, staleness and lengths, what every mesh did,
-rollouts token by token, settings. It needs no network. A run may still be going on.""",
+    about=__doc__,
     options={
         "--output FILE": f"where to; RUN/{REPORT}, of several runs ./{REPORT}, without it. A file that is no report is "
         "not replaced",

@@ -5,11 +5,8 @@
 - What cannot be read is left out: the last line of a process that was killed, timelines of earlier versions.
 - A lane is a mesh: the mean over its ranks. Its size depends on the number of bins, never on the length of the run;
   every single span is in RUN/trace.json.gz.
-- Idle shares (`Account`) are of the time from the beginning of the first step to the end of the last. The time between
-  the end of a run and its resumption, up to its next step, is not counted.
 - Every moment of every rank is work, a wait, or the time without a process. So the shares of a mesh add up to 1.
-- If A waits for B, and all of B waits for C, then A waits for C. For example, a generator without requests waits for
-  free slots while the rollout workers do.
+- If A waits for B, and all of B waits for C, then A waits for C (`metrics/README.md`).
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import tomli
 
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.timeline import MAIN, SPANS, WAITS_FOR
@@ -43,24 +41,10 @@ COMPUTE = ("trainer", "generator")
 MOST_CELLS = 500_000
 """Beyond so many changes of anybody's state, the window is cut into so many equal cells."""
 
-MEANINGS = {
-    ROLLOUTS: "the rollout workers, which were busy",
-    SLOTS: "free slots, which a train step and its weight sync give back",
-    "generators": "the generators, which were busy",
-    "environment": "user code of the environment",
-    "programs": "the environment's programs",
-    "weights": "weights",
-    RANK_0: "rank 0",
-}
-
-HINTS = {
-    ("generator", SLOTS): "a larger loop.max_staleness lets them go on while the trainer works",
-    ("generator", ROLLOUTS): "more rollout.workers keep them supplied",
-    ("generator", "environment"): "more groups in flight (loop.max_staleness) or quicker user code fills this time",
-    ("trainer", "generators"): "more generators, shorter answers or a larger loop.max_staleness fill this time",
-    ("trainer", "environment"): "quicker user code or a larger loop.max_staleness fills this time",
-    ("trainer", ROLLOUTS): "more rollout.workers fill this time",
-}
+_WAITS = tomli.loads(Path(__file__).with_name("waits.toml").read_text(encoding="utf-8"))
+MEANINGS: dict[str, str] = _WAITS["meanings"]
+HINTS: dict[str, dict[str, str]] = _WAITS["hints"]
+"""By kind of the mesh that waits, and for whom: what makes it wait less."""
 
 _ROUNDING = 1e-5
 """Seconds that rounding may leave between two pieces of a main lane."""
@@ -71,8 +55,6 @@ _log = logging.getLogger(__name__)
 
 
 class RecordedSpan(NamedTuple):
-    """One piece of work, or one wait."""
-
     name: str
     lane: str
     began: float
@@ -178,8 +160,6 @@ Kind = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One mesh."""
-
     mesh: str
     ranks: int
     shares: dict[Kind, list[float]] = field(default_factory=dict)
@@ -190,8 +170,6 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All meshes in one window of time."""
-
     window: str
     """STEPS or WHOLE."""
     start: float
@@ -201,7 +179,6 @@ class Timeline:
 
 
 def steps_of(processes: Sequence[Process]) -> list[RecordedSpan]:
-    """The train steps, as the controller saw them."""
     spans = (span for process in processes if process.mesh == "controller" for span in process.others)
     return sorted((span for span in spans if span.lane == "train"), key=lambda span: span.began)
 

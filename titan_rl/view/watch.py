@@ -1,6 +1,8 @@
-"""`titan-rl watch RUN`: the newest recorded rollouts, in a terminal, while the run goes on.
+"""usage: {prog} RUN [--once]
 
-It only reads `RUN/rollouts.jsonl`.
+Show the rollouts that a run records: what was said, the reward, why it ended. Goes on while the run does; Ctrl-C ends
+it. RUN is a run directory, of which only rollouts.jsonl is read, or one that holds run directories: then it is the
+newest of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from titan_rl.overrides import Command, Verb
 from titan_rl.view.conversation import draw_rollout
 
 PAUSE_SECONDS = 1.0
-"""Between two looks at the file."""
 
 
 def _act(command: Command, prog: str) -> int:
@@ -68,11 +69,7 @@ def _looks(path: Path, *, once: bool) -> Iterator[list[RolloutRecord]]:
 
 VERB = Verb(
     act=_act,
-    about="""
-usage: {prog} RUN [--once]
-
-Show the rollouts that a run records: what was said, the reward, why it ended. Goes on while the run does; Ctrl-C ends
-it. RUN is a run directory, or one that holds run directories: then it is the newest of them.""",
+    about=__doc__,
     options={"--once": "show what is there, and end"},
     takes_words=True,
     takes_settings=False,
