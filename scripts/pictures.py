@@ -1,6 +1,9 @@
-"""Draws the pictures of the front page from run directories.
+"""Draws the pictures of the manuals from run directories.
 
-    scripts/pictures.py RUN [RUN …]        writes .github/learning.svg and .github/transcript.svg
+    scripts/pictures.py RUN [RUN …]                     writes .github/learning.svg and .github/transcript.svg
+    scripts/pictures.py --signs "WORDS=RUN" […]         writes .github/signs.svg
+
+`signs.svg` has a row of curves for each run, under its words: rewards, entropy, groups that taught nothing.
 
 `learning.svg` shows held-out exact match and training reward of every run over its steps, from `metrics.jsonl`.
 `transcript.svg` shows what the policy of the first run answered before training and after it, from the lines that its
@@ -13,6 +16,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -76,6 +80,44 @@ def learning_curve(runs: list[Path]) -> str:
     return "\n".join(parts) + "\n"
 
 
+PANELS = (
+    ("reward", {"rollout/reward_mean": "training", "evaluation/reward": "held-out"}),
+    ("entropy, nats", {"train/entropy": ""}),
+    ("share of groups with equal rewards", {"groups/equal_rewards": ""}),
+)
+PANEL, ROW, GAP, CURVE = 210, 150, 36, 90
+
+
+def signs(runs: Mapping[str, Path]) -> str:
+    """An SVG file."""
+    parts = []
+    for row, (words, run) in enumerate(runs.items()):
+        top = row * ROW + 40
+        parts.append(f'<text x="{GAP}" y="{top - 22}" font-weight="bold">{words}</text>')
+        for column, (title, keys) in enumerate(PANELS):
+            curves = {key: read_metrics(run, key) for key in keys}
+            left, last = GAP + column * (PANEL + GAP), max(step for curve in curves.values() for step, _ in curve)
+            most = max(1.0, *(value for curve in curves.values() for _, value in curve))
+            parts.append(f'<text x="{left}" y="{top - 6}">{title}</text><text x="{left - 4}" y="{top + 8}" ')
+            parts.append(f'text-anchor="end">{most:.2g}</text><text x="{left + PANEL}" y="{top + CURVE + 14}" ')
+            parts.append(f'text-anchor="end">step {last}</text><path d="M{left} {top}v{CURVE}h{PANEL}" fill="none" ')
+            parts.append('stroke="#d0d7de"/>')
+            for number, (key, curve) in enumerate(curves.items()):
+                points = " ".join(
+                    f"{left + step / last * PANEL:.1f},{top + CURVE * (1 - max(value, 0) / most):.1f}"
+                    for step, value in curve[:: max(1, len(curve) // 100)]
+                )
+                style = f'fill="none" stroke="{COLOURS[number]}" stroke-width="1.5"'
+                parts.append(
+                    f'<polyline {style} points="{points}"/><text x="{left + PANEL - 4}" fill="{COLOURS[number]}" '
+                )
+                parts.append(f'y="{top + CURVE - 8 - 14 * number}" text-anchor="end">{keys[key]}</text>')
+    width, height = len(PANELS) * (PANEL + GAP) + GAP, len(runs) * ROW
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+    white = 'font-size="11" fill="#57606a"><rect width="100%" height="100%" fill="#ffffff"/>'
+    return f"{head}{white}{''.join(parts)}</svg>\n"
+
+
 def evaluations(run: Path) -> list[list[str]]:
     """The console's lines of each evaluation: its result, then some answers."""
     found: list[list[str]] = []
@@ -104,10 +146,16 @@ def transcript(run: Path, svg: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories; the first one's answers are shown")
+    parser.add_argument("runs", nargs="*", type=Path, help="run directories; the first one's answers are shown")
+    parser.add_argument("--signs", nargs="+", metavar="WORDS=RUN", help="draw what runs look like, one row each")
     parser.add_argument("--output", type=Path, default=PICTURES, help="folder for the pictures")
     arguments = parser.parse_args()
     arguments.output.mkdir(exist_ok=True)
+    if arguments.signs:
+        runs = {words: Path(run) for words, _, run in (each.partition("=") for each in arguments.signs)}
+        (arguments.output / "signs.svg").write_text(signs(runs), encoding="utf-8")
+        print(f"wrote {arguments.output}/signs.svg")
+        return 0
     (arguments.output / "learning.svg").write_text(learning_curve(arguments.runs), encoding="utf-8")
     transcript(arguments.runs[0], arguments.output / "transcript.svg")
     print(f"wrote {arguments.output}/learning.svg and {arguments.output}/transcript.svg")

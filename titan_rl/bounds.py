@@ -4,8 +4,6 @@ A constructor of a dataclass holds nobody to them; `overrides` does, for every v
 all of its own values.
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from msgspec import Meta

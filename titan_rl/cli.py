@@ -3,8 +3,6 @@
 Loads neither torch, vLLM nor Monarch before a run really starts.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

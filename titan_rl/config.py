@@ -4,8 +4,6 @@ Where a field belongs to a component, its config lives beside that component. Wh
 means, gets one whose values have the types and bounds of their fields.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Literal
 

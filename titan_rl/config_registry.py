@@ -4,8 +4,6 @@ A recipe's first line is what `titan-rl recipes` shows. A variant of a recipe na
 One that only a single run needs is a TOML file or a few options instead.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import replace

@@ -4,8 +4,6 @@ A directory that somebody names is replaced only if all that is in it was writte
 leaves a list of it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

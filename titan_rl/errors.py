@@ -5,8 +5,6 @@ error that crosses a process boundary must survive pickling, so every class here
 and numbers and keeps them in `args`.
 """
 
-from __future__ import annotations
-
 import signal
 
 

@@ -4,8 +4,6 @@ Write the weights of a checkpoint in Hugging Face format, with config and tokeni
 trainer computes in; the checkpoint itself keeps float32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from titan_rl.config import RunConfig

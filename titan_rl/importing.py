@@ -7,8 +7,6 @@ processes that imported it by the same path.
 Whatever the user's code raises while it is imported or called here is a ConfigError with the file and the line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

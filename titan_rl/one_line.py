@@ -1,7 +1,5 @@
 """Text for one line of a terminal."""
 
-from __future__ import annotations
-
 
 def counted(number: int, noun: str) -> str:
     """A number of things in words.

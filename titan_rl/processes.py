@@ -2,8 +2,6 @@
 one mesh. Standard library only; `join_world` imports torch when it is called.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

@@ -7,8 +7,6 @@ exit codes: 0 stopped by Ctrl-C, SIGTERM or SIGHUP; 1 failed; 2 wrong config, or
 signals:    SIGUSR1 prints the stacks of all threads and tasks of every process into the logs
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path

@@ -13,8 +13,6 @@ that spans nodes has saved, and it never queues a job again. KubernetesJob's wor
 an operator in the cluster and a controller outside the job, and writes no manifest.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -8,8 +8,6 @@ every rank but 0 is a worker (`hosts.worker`).
 Relative file names start at the file that holds them (TOML, recipe) or at the working directory (command line).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -86,14 +86,14 @@ async def test_what_user_code_writes_into_its_socket_is_read_as_data_and_costs_i
 
 
 def tool_call(values: list) -> bytes:
-    """An answer that holds 16 items beside these values."""
-    return msgspec.msgpack.encode((Message("assistant", "", (ToolCall("use", {"values": values}),)),))
+    """An answer that holds 18 items beside these values."""
+    return msgspec.msgpack.encode(((Message("assistant", "", (ToolCall("use", {"values": values}),)),), None))
 
 
 @pytest.mark.parametrize("value", [{}, [], 0, 1 << 40, 0.5, None, "a", "a" * 40, b"a", msgspec.msgpack.Ext(1, b"abc")])
 def test_an_answer_has_so_many_items_of_any_kind_and_no_more(value):
-    read, most = VALUES[CallKind.CALL_TOOLS], [value] * (MOST_ITEMS - 16)
-    (message,) = read(tool_call(most))
+    read, most = VALUES[CallKind.CALL_TOOLS], [value] * (MOST_ITEMS - 18)
+    (message,), _ = read(tool_call(most))
     assert message.tool_calls[0].arguments == {"values": most}
     with pytest.raises(BadFrame, match="more than 262144 items"):
         read(tool_call([*most, value]))
@@ -102,7 +102,7 @@ def test_an_answer_has_so_many_items_of_any_kind_and_no_more(value):
 @pytest.mark.parametrize("text", ["a" * 30, "a" * 300, "a" * (1 << 20), b"a" * 200, b"a" * 300, b"a" * (1 << 20)])
 def test_a_long_text_is_one_item(text):
     values = [text] * (2 * MOST_ITEMS // len(text) + 1)
-    (message,) = VALUES[CallKind.CALL_TOOLS](tool_call(values))
+    (message,), _ = VALUES[CallKind.CALL_TOOLS](tool_call(values))
     assert message.tool_calls[0].arguments == {"values": values}
 
 

@@ -9,8 +9,6 @@ other ranks on CPU, so they fail and end too; on CUDA they may spin, and the con
 A generator that is up therefore has all its ranks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -18,8 +18,6 @@
   from there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

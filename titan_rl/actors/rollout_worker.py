@@ -8,8 +8,6 @@ What was played is kept for whoever records it: of training until its samples ar
 rollouts that are shown were asked for. So it is bounded as the samples are, and by `evaluation.prompts`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -10,8 +10,6 @@ the weights.
 - Every change of who may serve ends with a call of `advance`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """`RouterClient`: the client of a `GeneratorRouter`, for rollout workers, gateways, the controller and scripts."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncGenerator

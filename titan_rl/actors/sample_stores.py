@@ -9,8 +9,6 @@ registered between two fetches; what a reader left that died, goes with the next
 verifies the samples in its own memory.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import itertools

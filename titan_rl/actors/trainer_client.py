@@ -8,8 +8,6 @@
 - If no copy of that state is usable, calls raise `RollbackNeeded` until `restore`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import Callable, Coroutine, Sequence

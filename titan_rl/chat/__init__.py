@@ -1,7 +1,5 @@
 """Messages to tokens and back. `make_renderer` picks the renderer of a tokenizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

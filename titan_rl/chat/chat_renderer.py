@@ -4,8 +4,6 @@ Only `transformers_tokenizer` imports transformers: for models that the library 
 to be run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

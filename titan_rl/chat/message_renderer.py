@@ -9,8 +9,6 @@ The first token of a prompt stands for the tools. Ids mean nothing outside of th
 ones, so that a prompt has the same tokens, and its requests the same seeds, whenever it is asked.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 

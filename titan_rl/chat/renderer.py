@@ -6,8 +6,6 @@
 - Nothing here imports torch or transformers.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import operator

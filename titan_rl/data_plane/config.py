@@ -1,7 +1,5 @@
 """Config of the data plane: where finished samples wait and how trainer ranks get them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from titan_rl.bounds import Count

@@ -17,8 +17,6 @@ A sample is flat bytes, little-endian; its numbers travel in its reference. The 
   then verifies the copy. The samples belong to the caller and do not change when the stored ones are released.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

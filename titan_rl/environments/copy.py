@@ -4,8 +4,6 @@ A skill that a randomly initialised tiny policy learns in a few minutes on a CPU
 `dataset.is_held_out` picks are never trained on.
 """
 
-from __future__ import annotations
-
 import random
 import re
 

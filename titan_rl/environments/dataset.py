@@ -4,8 +4,6 @@ A prompt is held out if a hash of its text says so (`is_held_out`). Seed, order 
 one text are either all trained or all held out.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,6 @@
   `TaskError` that ends with the last of what it said.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import runpy

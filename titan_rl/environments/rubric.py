@@ -10,8 +10,6 @@ greatest weight decides, the first of equals: its score, without its weight, is 
 changes nothing about it, wherever it stands.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence

@@ -5,8 +5,6 @@ right form and mostly wrongly, and reinforcement learning has to turn it. Prompt
 picks are neither trained on nor demonstrated.
 """
 
-from __future__ import annotations
-
 import random
 
 from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric

@@ -10,8 +10,6 @@ What counts as the answer is the policy's last message, known by where it came f
 itself is part of that message and makes it wrong.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

@@ -7,8 +7,6 @@
 - Nothing that a client sends is a 500: a 4xx says what is wrong with it before anything is sent to an engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import resource
 from dataclasses import dataclass

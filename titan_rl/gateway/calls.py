@@ -11,8 +11,6 @@
   one may take its place.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -13,8 +13,6 @@ might change is held back:
 Each token costs the decoding of a few, however long the completion is.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace

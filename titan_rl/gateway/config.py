@@ -1,7 +1,5 @@
 """Config of the gateway, and listening on its address: tried before a run starts, done by its server."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import socket

@@ -10,8 +10,6 @@
 - What a body asks for is its `call`, in terms of the policy.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Any, Literal
 

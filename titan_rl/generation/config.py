@@ -1,7 +1,5 @@
 """Config of the generator meshes, and the environment variables of their processes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Literal

@@ -15,8 +15,6 @@ Invariants, whatever the order of calls:
                              -> 4 IDLE         (a heartbeat, once a and b have finished)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum

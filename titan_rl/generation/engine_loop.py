@@ -12,8 +12,6 @@ threads. A request id that `submit` accepted comes back exactly once: as a compl
 a request come before its completion and in order, and no token comes in two pieces.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import threading

@@ -9,8 +9,6 @@
   controller.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import hashlib

@@ -1,7 +1,5 @@
 """What a host offers to a run, found without torch. Standard library only."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib.metadata
 import os

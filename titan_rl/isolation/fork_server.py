@@ -15,8 +15,6 @@ Started as `python -m titan_rl.isolation.fork_server SOCKET_FD WORKER_PID`.
   ends, with all processes that it started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import gc

@@ -10,8 +10,6 @@
 - Orders to the fork server go through one queue, in whole frames: however many there are at once, none is lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -8,8 +8,6 @@
   again. In the process of `async def` functions each open call may be to blame, so all of them fail.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -5,8 +5,6 @@
 - What processes of user code print is logged line by line, control characters as escapes, so much in so many seconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

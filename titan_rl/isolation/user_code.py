@@ -8,8 +8,6 @@
 - The process holds no state that cannot be made again: examples are only cached.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import os

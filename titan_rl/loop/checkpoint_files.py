@@ -13,8 +13,6 @@
 - Older checkpoints are removed only after a newer one has its name.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -11,8 +11,6 @@
 - A checkpoint that cannot be written costs no run. It is said, and the ones before it are as they were.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

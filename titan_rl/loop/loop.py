@@ -16,8 +16,6 @@ for the buffer's state.
 - A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

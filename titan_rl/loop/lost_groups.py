@@ -9,8 +9,6 @@ if samples are left, it fails. One that fails or is stopped releases the reporte
 answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import Counter

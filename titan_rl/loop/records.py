@@ -1,8 +1,6 @@
 """The numbers of a run: one record per step, for metrics, display and summary; how long its processes wait, and their
 memory."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -12,8 +12,6 @@
   run goes back to its newest checkpoint.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -11,8 +11,6 @@ A span has a name, which is the phase of `seconds/…` in the metrics, and ids, 
 overlap freely.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator

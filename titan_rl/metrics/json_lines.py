@@ -5,8 +5,6 @@
 - NaN and infinity, which JSON does not have, are read as None.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

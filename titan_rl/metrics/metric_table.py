@@ -5,8 +5,6 @@ is a line where it is measured, and a few lines there under the same name. Tests
 is there, and that every entry without a `when` is in every run.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cache

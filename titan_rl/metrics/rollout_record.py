@@ -14,8 +14,6 @@
 - Lines of the file are written together or not at all.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

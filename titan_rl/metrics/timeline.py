@@ -16,8 +16,6 @@
 - A file that cannot be written (the disk is full) loses spans. It never stops the run.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os

@@ -6,8 +6,6 @@
 - A signal may come while a lock is held. So the answer is written to the descriptors, without logging.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import faulthandler

@@ -9,8 +9,6 @@ TensorBoard and W&B only show what is in there. Each has a thread of its own: on
 told no more, and costs the run nothing but its picture.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import queue

@@ -4,8 +4,6 @@ Every verb is read here, so all have the same style and the same help. An error 
 help lists every setting with its value, its type and the docstring of its field.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -4,8 +4,6 @@ Layers are laid over the config's plain data, tables in tables. msgspec then mak
 `__post_init__` once, with the final values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib

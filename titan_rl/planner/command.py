@@ -11,8 +11,6 @@ examples:
   titan-rl plan --lengths file:lengths.txt --engine.seconds-per-step 0.02 --trainer.seconds-per-token 3e-4 --json
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

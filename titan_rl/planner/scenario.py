@@ -18,8 +18,6 @@ The caller has the clock. It calls `boundary` at `due`, and nothing else moves t
     boundary()    due 31   a and b decode together, 11 s a step; a is the first to finish
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

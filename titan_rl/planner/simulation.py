@@ -20,8 +20,6 @@ busiest resource. A run that trains given groups in T seconds needs three of the
 The figures are those of the trained groups, so T is never below the bound.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import operator

@@ -14,8 +14,6 @@ messages where there are several branches: those of the last answer are recorded
 exit codes: 0 the same; 1 not the same, or the replay failed; 2 it cannot be played: nothing was started
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ left. Each trial is an ordinary run from the first step on, in processes of its 
 it would and a trial that fails costs only itself; they stay in DIRECTORY/tune-NAME, for `titan-rl report`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Configs of the policy and its trainer. `policy/` turns them into torchtitan's."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

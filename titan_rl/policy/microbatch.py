@@ -8,8 +8,6 @@ Position 0 of a document is never trained (`TrainingSample` refuses it), so ever
 before it, in the same document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -3,8 +3,6 @@
 Import this module only after `titan_adaptation.choose_device`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

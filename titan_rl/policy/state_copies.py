@@ -9,8 +9,6 @@
 - Memory is kept, also by a successor: touching new pages takes as long as eight copies.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 import shutil

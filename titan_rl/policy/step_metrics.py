@@ -22,8 +22,6 @@ How far the engine is from the trainer is measured on the tokens that this very 
 logprob_difference_mean and _max of |log w|, and logprob_outside_share, how many have w outside [0.9, 1.1].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

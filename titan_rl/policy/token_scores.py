@@ -5,8 +5,6 @@ few copies of one chunk. The head may be split over the vocabulary (tensor paral
 three numbers per row, the backward pass nothing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -10,8 +10,6 @@ allow-list of names.
     finish  wait until the copies are on disk                                  (another thread; a group of its own)
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Mapping

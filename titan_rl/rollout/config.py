@@ -1,7 +1,5 @@
 """Configs of environments and rollout workers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

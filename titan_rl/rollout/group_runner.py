@@ -7,8 +7,6 @@
 - If a generator fails, the whole group fails and its other rollouts are cancelled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence, Sized

@@ -6,8 +6,6 @@ what it would have been. Tokens, logprobs and versions of all attempts are stitc
 caller's id.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Config of the router."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -25,8 +25,6 @@ Pure: methods return what to send, and the actor sends it. Requests that get an 
 `failures`; call it after every method. Time is handed in.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -16,8 +16,6 @@ Always true, after every method:
 Pure.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field

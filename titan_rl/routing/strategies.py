@@ -11,8 +11,6 @@ turn, because it has waited longest.
 Your own strategy is a class with these methods in any file, named in the config as `file.py:Class`.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter, OrderedDict
 from dataclasses import dataclass

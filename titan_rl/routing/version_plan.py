@@ -19,8 +19,6 @@ Pure: no asyncio, no clock. The caller waits for idleness, pulls, and says what 
     want([v]) ─▶ begin(): [g0] ─▶ (wait until g0 is idle) ─▶ pulling(g0) = v ─▶ verified(g0, v) | failed(g0, …)
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 

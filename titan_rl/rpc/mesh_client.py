@@ -18,8 +18,6 @@ Between `lose` and the next `setup`, a call fails with `ActorGone`, or waits for
 | `RolloutWorkerClient` | `router`, `gateway`                                           | its sample store |
 """
 
-from __future__ import annotations
-
 import asyncio
 import operator
 from collections.abc import Awaitable, Callable, Coroutine, Sequence

@@ -7,8 +7,6 @@ run make the same checks.
 Imports the classes that the config names. Of the project itself, imports nothing that loads torch.
 """
 
-from __future__ import annotations
-
 import inspect
 import tempfile
 from collections.abc import Callable, Collection, Mapping

@@ -1,7 +1,5 @@
 """What a host with CUDA devices needs besides them, looked at before anything starts. Loads neither torch nor vLLM."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -7,8 +7,6 @@ ports, and the part of this that costs milliseconds (`quick_problems`).
 exit codes: 0 nothing would stop every run; 1 something would
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

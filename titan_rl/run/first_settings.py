@@ -8,8 +8,6 @@
 - `choose` is a pure function of the survey.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

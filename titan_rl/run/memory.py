@@ -6,8 +6,6 @@ sequence parallelism save is not known and not refused by. NCCL, CUDA's context 
 on top: `USABLE`. Nothing was measured on a device.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ Rollouts are played by the `GroupRunner` of a run's workers, with the run's roll
 answers a request differs.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager

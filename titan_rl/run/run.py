@@ -7,8 +7,6 @@ logs, and also the trainer's newest weights if the trainer still lives. No proce
 lines say what ended it, what was saved and how to go on, and where its report is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json

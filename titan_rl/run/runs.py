@@ -10,8 +10,6 @@ lock is going on; one that does not and never said how it ended is dead.
 A setting that decides what is computed stays as it was: groups in flight, moments and ages are those of the old one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shlex

@@ -8,8 +8,6 @@
 - If programs play the task, its rollouts are not tried, because that needs a gateway.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """The three numbers that decide how far generation may run ahead of training, and what they imply."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from titan_rl.errors import ConfigError

@@ -1,7 +1,5 @@
 """Groups and batches, as plain values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 

@@ -4,8 +4,6 @@ A peer is an actor that a mesh calls. A mesh gets the handles of its peers when 
 them was replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

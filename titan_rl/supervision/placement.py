@@ -15,8 +15,6 @@ Always true of a `Placement`:
 Imports neither Monarch nor torch, so that a dry run on any machine can show the plan of a run on another one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum

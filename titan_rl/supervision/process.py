@@ -11,8 +11,6 @@
   `processes.run_and_exit` ends it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib

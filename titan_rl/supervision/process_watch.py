@@ -16,8 +16,6 @@
   start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -6,8 +6,6 @@
   trained, its last evaluation is over and its weights are saved.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -14,8 +14,6 @@
   wait for a part that has lost a process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import functools

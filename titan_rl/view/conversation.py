@@ -3,8 +3,6 @@
 What a policy wrote cannot control the terminal: control characters are shown.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ A metric with a limit makes a finding by itself; limit and advice are in `metric
 number does not say: those of `learning`, and here those of the run itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from collections import Counter, defaultdict

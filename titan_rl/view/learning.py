@@ -4,8 +4,6 @@ Every finding is a pure function of the numbers; nothing is said of fewer than `
 not sure enough to act on is not made.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

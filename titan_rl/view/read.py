@@ -4,8 +4,6 @@ Files may be missing, cut off in the middle of a line, or from an older run. Wha
 not whole JSON is left out. Values of other types than a run writes are not looked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -10,8 +10,6 @@ on.
 - A token that several branches share is stored once, as the branch that trains it has it.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

@@ -9,8 +9,6 @@
 - If A waits for B, and all of B waits for C, then A waits for C (`metrics/README.md`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

@@ -5,8 +5,6 @@ it. RUN is a run directory, of which only rollouts.jsonl is read, or one that ho
 newest of them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Config of weight publication."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from titan_rl.bounds import TwoOrMore

@@ -26,8 +26,6 @@ This is no cryptographic hash: who knows the keys can make changes that it does 
 first-level cache, and each run in memory, of a row or of a packed matrix's column, takes one other: one pass.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

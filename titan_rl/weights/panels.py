@@ -5,8 +5,6 @@ at a time: about one copy of the bytes. Through the caches it takes 1.7, element
 in aligned tiles is left to torch. Importing this module loads numba (see `fingerprint.compiled_sum`).
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

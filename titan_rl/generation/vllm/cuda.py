@@ -13,8 +13,6 @@ Nothing of vLLM is replaced or reached into. A contract test holds what is read 
   Two ranks add alike in any order; with more, vLLM's other all-reduces are used.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from typing import Any

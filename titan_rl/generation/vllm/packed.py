@@ -5,8 +5,6 @@ a layout is used only if every one of them is where it says. New weights are the
 reads that place: the memory that the product reads.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

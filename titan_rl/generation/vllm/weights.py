@@ -8,8 +8,6 @@ New weights are stored in these views. If the views were wrong, so would be what
 weights of an engine come through vLLM's own loader, and are looked for in the views (`check_places`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 

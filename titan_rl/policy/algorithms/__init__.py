@@ -1,7 +1,5 @@
 """Algorithms, one per file; `base` says what one is."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

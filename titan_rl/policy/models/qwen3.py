@@ -6,8 +6,6 @@ and a checkpoint that has more or fewer is refused by name.
 Needs neither torch nor torchtitan, so that a config can be checked before any process starts.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

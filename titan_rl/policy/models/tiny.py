@@ -11,8 +11,6 @@ afterwards: any number of processes may ask for the same policy at once and all 
 Needs numpy, safetensors and tokenizers, not torch: the controller process calls it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

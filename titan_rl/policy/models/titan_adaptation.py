@@ -6,8 +6,6 @@ before any other part of torchtitan is imported, so this module imports torchtit
 attention that replaces the missing CPU kernel is a torchtitan module and lives in `model.py`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys
