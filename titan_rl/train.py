@@ -36,6 +36,7 @@ from titan_rl.overrides import (
     to_toml,
     variant,
 )
+from titan_rl.policy.losses import OF_EVERY_LOSS
 from titan_rl.processes import run_and_exit
 from titan_rl.run.checks import Problem, Severity, check_run
 from titan_rl.run.memory import describe_memory, shape_of
@@ -154,8 +155,6 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     given, by_bytes = command.given, tiny is not None and tiny.tokenizer == "chat"
     warmup = before[0].trainer.warmup.steps if "trainer.warmup.steps" in given else None
     settings = choose(found, by_bytes=by_bytes, trained=tiny is None, warmup=warmup)
-    if "trainer.loss.name" in given:  # it may have other arguments
-        given = given | {"trainer.loss.kwargs.entropy_bonus"}
     if "trainer.optimizer.lr" in given:  # which then is what the user says
         given = given | {"trainer.optimizer.kl_band"}
     chosen = [each for each in settings if each.setting not in given]
@@ -219,6 +218,7 @@ _RULES = Rules(
         "trainer.loss.name": "trainer.loss.kwargs",
         "router.strategy": "router.strategy_kwargs",
     },
+    kept=OF_EVERY_LOSS,
     file_settings={
         **dict.fromkeys(("logging.directory", "policy.path", *DATA_FILES), absolute_path),
         **dict.fromkeys((*CLASS_SETTINGS, "environment.kwargs.reward"), absolute_name),

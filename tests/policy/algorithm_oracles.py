@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
 import torch
 
 from titan_rl.policy.algorithms.base import LARGEST_LOG_RATIO, Credit, GradedRollout, GradedTurn
@@ -220,7 +221,8 @@ def naive_objective(
 
 
 def rollout(reward: float, *turns: tuple[int, bytes], **parts: float) -> GradedRollout:
-    made = tuple(GradedTurn(tokens=tokens, state=state) for tokens, state in turns or ((3, b""),))
+    asked = turns or ((3, b""),)
+    made = tuple(GradedTurn(tokens=tokens, prompt=np.frombuffer(state, np.uint8)) for tokens, state in asked)
     return GradedRollout(reward=reward, parts=parts or {"only": reward}, turns=made)
 
 
@@ -321,7 +323,7 @@ CREDIT: dict[str, list[tuple[dict[str, object], Callable[[Sequence[GradedRollout
     "discounted": [({}, lambda g: discounted(g, 0.95)), ({"gamma": 0.5}, lambda g: discounted(g, 0.5))],
     "dr_grpo": [({}, above_mean)],
     "gdpo": [
-        ({}, lambda g: gdpo(g, {"right": 1.0, "style": 1.0})),
+        ({"scores": {"right": 1.0, "style": 1.0}}, lambda g: gdpo(g, {"right": 1.0, "style": 1.0})),
         ({"scores": {"style": 0.25, "right": 2.0}}, lambda g: gdpo(g, {"style": 0.25, "right": 2.0})),
     ],
     "gigpo": [({}, gigpo)],

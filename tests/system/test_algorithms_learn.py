@@ -14,6 +14,7 @@ from titan_rl.policy.algorithms import catalogue, short_names
 
 LOSS_OF = {"gdpo": "reinforce_pp", "reinforce_pp_baseline": "reinforce_pp"}
 """Where credit alone is no algorithm, what it is for; else GRPO's loss."""
+SETTINGS = {"gdpo": ["--rollout.advantage.kwargs.scores.exact_match", "1"]}
 MINE = """
 # Quantile advantages and a gate on the token's own probability: nobody's algorithm.
 def advantages(group, *, better=0.5):
@@ -46,7 +47,7 @@ def learned(tmp_path: Path, *options: str) -> tuple[float, float]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", sorted(catalogue()))
 def test_an_algorithm_learns(name: str, tmp_path: Path) -> None:
-    options = []
+    options = SETTINGS.get(name, []).copy()
     if name in short_names("advantages"):
         options += ["--rollout.advantage.name", name]
     if name in short_names("loss") or name in LOSS_OF:

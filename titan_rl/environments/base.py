@@ -5,7 +5,8 @@ begins with one.
 
 What must hold, because calls run in several processes, each of which may be killed and started anew at any time:
 
-- `example`, `demonstration`, `held_out` and `size` depend on the constructor's arguments and on nothing else.
+- `example`, `demonstration`, `initial_state`, `held_out` and `size` depend on the constructor's arguments, and on
+  nothing else.
 - A method or a tool keeps nothing for a later call. What a conversation needs is in the example, the transcript, or
   the state that `initial_state` makes, tools change, and `respond` returns and finds in `transcript.state`.
 - Any call may be made again with the same arguments.

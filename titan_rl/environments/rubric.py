@@ -31,7 +31,8 @@ class Transcript:
     finish_reasons: tuple[FinishReason, ...]
     """One per turn of the policy, in order: whether it ended its turn or was cut off."""
     state: Any = None
-    """What `Environment.initial_state` made, as tools and `respond` have left it; or what `play` returned."""
+    """What `Environment.initial_state` made, as tools have left it; or what `respond` or `play` last returned as its
+    state. To change it here changes nothing."""
 
     @property
     def answer(self) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin
 
 from titan_rl.environments.rubric import is_asynchronous
 from titan_rl.errors import ConfigError, TaskError
@@ -29,7 +29,8 @@ from titan_rl.types import ToolCall, ToolSpec
 if TYPE_CHECKING:
     import pydantic
 
-State: TypeAlias = Annotated[Any, "state of the rollout"]
+_STATE = "state of the rollout"
+State: TypeAlias = Annotated[Any, _STATE]
 """Annotation of a parameter that the policy does not see: it gets what `Environment.initial_state` made for this
 rollout, as earlier calls have left it. Change it in place."""
 
@@ -48,7 +49,7 @@ class Tool:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self._arguments, self.spec, self._of_state = _declared(function)
+        self._arguments, self.spec, self.of_state = _declared(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
@@ -62,7 +63,7 @@ class Tool:
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ToolError(f"the arguments of {self.spec.name} do not fit: {'; '.join(wrong)}") from None
-        result = self.function(**arguments, **dict.fromkeys(self._of_state, state))
+        result = self.function(**arguments, **dict.fromkeys(self.of_state, state))
         answer = await result if inspect.isawaitable(result) else result
         if not isinstance(answer, (str, int, float)):
             raise TaskError(f"tool {self.spec.name} returned {type(answer).__name__}, expected a text or a number")
@@ -83,6 +84,8 @@ class Toolbox:
         self._tools = {each.spec.name: each for each in tools}
         if len(self._tools) != len(tools):
             raise ConfigError(f"two tools have one name: {', '.join(spec.name for spec in self.specs)}")
+        self.of_state = next((each.spec.name for each in tools if each.of_state), "")
+        """A tool that has a parameter of type `State`, if one has."""
         self.asynchronous = any(is_asynchronous(each.function) for each in tools)
 
     async def answer(self, call: ToolCall, state: Any = None) -> str:
@@ -92,6 +95,10 @@ class Toolbox:
         if call.name not in self._tools:
             raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
         return await self._tools[call.name].answer(call, state)
+
+
+def _is_state(kind: Any) -> bool:
+    return get_origin(kind) is Annotated and _STATE in kind.__metadata__
 
 
 def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], ToolSpec, list[str]]:
@@ -119,9 +126,11 @@ def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], 
             if parameter.annotation is parameter.empty:
                 raise ConfigError(f"tool {name}: parameter {parameter.name} has no type annotation")
             kind = parameter.annotation
-            if kind == State:
+            if _is_state(kind):
                 of_state.append(parameter.name)
                 continue
+            if any(map(_is_state, get_args(kind))):
+                raise ConfigError(f"tool {name}: parameter {parameter.name} may be a State and something else")
             if parameter.name in about:
                 kind = Annotated[kind, Field(description=about[parameter.name])]
             fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]

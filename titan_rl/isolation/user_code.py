@@ -27,7 +27,7 @@ from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply, right_answer
 from titan_rl.environments.rubric import Rubric, Transcript, is_asynchronous, run_plain
 from titan_rl.environments.tools import Toolbox, ToolError
-from titan_rl.errors import TaskError
+from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import describe, import_name, import_user_module
 from titan_rl.isolation.wire import (
     LARGEST_RESULT,
@@ -62,6 +62,8 @@ class UserCode:
         if not isinstance(self._rubric, Rubric):
             raise TaskError(f"rubric returned {type(self._rubric).__name__}, expected Rubric")
         self._tools = Toolbox(environment.tools())
+        if self._tools.of_state and type(environment).initial_state is Environment.initial_state:
+            raise ConfigError(f"tool {self._tools.of_state} takes a State, and {setup.name} has no `initial_state`")
         self._step_seconds = setup.step_seconds
         self._memory_mib = setup.memory_mib
         asynchronous = {
@@ -159,11 +161,14 @@ class UserCode:
             return _demonstration(self._environment.demonstration(call.prompt_index))
         if call.kind is CallKind.CHECK:
             return self._examples.check(call.prompt_index)
+        if call.kind is CallKind.CALL_TOOLS and not self._tools.of_state:
+            calls = call.conversation.messages[-1].tool_calls
+            return tuple([await self._call_tool(each) for each in calls]), call.conversation.state
         example = self._examples.find(call.purpose, call.prompt_index)
         if call.kind is CallKind.CALL_TOOLS:
             state = self._transcript(call.conversation, example).state
-            calls = call.conversation.messages[-1].tool_calls
-            return tuple([await self._call_tool(each, state) for each in calls]), _pickled(state, "a tool's state")
+            answers = tuple([await self._call_tool(each, state) for each in call.conversation.messages[-1].tool_calls])
+            return answers, _pickled(state, "a tool")
         if call.kind is CallKind.EXAMPLE:
             return ExamplePrompt(plain(example.prompt), _as_text(example.answer))
         if call.kind is CallKind.PLAY:
@@ -181,11 +186,13 @@ class UserCode:
         return _reply(await reply if inspect.isawaitable(reply) else reply)
 
     def _transcript(self, conversation: Conversation, example: Example) -> Transcript:
-        begun = conversation.state is not None
-        state = pickle.loads(conversation.state) if begun else self._environment.initial_state(example)  # type: ignore[arg-type]
-        return Transcript(conversation.messages, conversation.finish_reasons, state)
+        state = conversation.state
+        if state is None:  # pickled, so that no rollout changes what the example holds
+            state = _pickled(self._environment.initial_state(example), "initial_state")
+        unpickled = None if state is None else pickle.loads(state)
+        return Transcript(conversation.messages, conversation.finish_reasons, unpickled)
 
-    async def _call_tool(self, call: ToolCall, state: Any) -> Message:
+    async def _call_tool(self, call: ToolCall, state: Any = None) -> Message:
         try:
             answer = await self._tools.answer(call, state)
         except ToolError as error:

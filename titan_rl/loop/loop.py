@@ -256,7 +256,8 @@ class TrainingLoop:
         oldest = report.oldest_version
         self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
         rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
-        return GroupOutcome(Untrainable.EQUAL_REWARDS if len(report.rewards) <= 1 else None, rewards, report.solved)
+        still = len(report.rewards) <= 1 and not any(ref.advantage for ref in report.samples.refs)
+        return GroupOutcome(Untrainable.EQUAL_REWARDS if still else None, rewards, report.solved)
 
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:
         if self.summary.stopped_early:

@@ -171,5 +171,5 @@ def make_filter(name: str) -> GroupFilter:
 
 
 def no_variance(report: GroupReport) -> str:
-    """Refuses groups whose graded rollouts all got the same reward: their advantages are 0."""
+    """Refuses groups whose graded rollouts all got the same reward: most advantages are 0 then."""
     return "" if len(report.rewards) > 1 else f"all rewards are {next(iter(report.rewards), 0.0):g}"

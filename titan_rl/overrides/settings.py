@@ -11,7 +11,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from pathlib import Path
@@ -216,7 +216,9 @@ class Rules:
     """Pairs of settings of which one excludes the other: a layer that sets one of them empties the other, unless it
     sets both."""
     arguments_of: Mapping[str, str] = field(default_factory=dict)
-    """Setting that names a class → dict of its constructor arguments: another class starts without arguments."""
+    """Setting that names a class or function → dict of its arguments: another one starts without arguments."""
+    kept: Collection[str] = ()
+    """Arguments that all of them take and keep."""
     file_settings: Mapping[str, Callable[[str, Path], str]] = field(default_factory=dict)
     """Setting that may hold a file name → makes that absolute, given the directory to start from."""
 
@@ -268,7 +270,7 @@ def _apply_layer(kind: type, table: Table, layer: Sequence[Override], rules: Rul
         value = _set(kind, table, override, rules)
         if arguments and value != before:
             owner, name = _owner(table, arguments)
-            owner[name] = {}
+            owner[name] = {kept: given for kept, given in owner[name].items() if kept in rules.kept}
         for pair in rules.alternatives:
             for chosen, other in (pair, pair[::-1]):
                 chooses = override.key == chosen and value not in ("", None)

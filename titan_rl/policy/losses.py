@@ -69,6 +69,10 @@ class Objective:
         """What the sum over all micro-batches and ranks of a step is divided by."""
         return plan.trained_tokens if self.aggregation == "token_mean" else plan.samples
 
+    def total(self, values: Tensor, tokens: TrainedTokens) -> Tensor:
+        """The sum of values [N] of these tokens as `divisor` will divide it."""
+        return (values / tokens.lengths if self.aggregation == "sample_mean" else values).sum()
+
     def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss summed over N >= 1 tokens, and detached: over how many tokens a gradient was bounded or removed, how
         many were masked, and the bonus. All scalars."""
@@ -86,9 +90,7 @@ class Objective:
         bonus = self.entropy_bonus * left
         if bonus:
             gains = gains + bonus * tokens.entropies
-        if self.aggregation == "sample_mean":
-            gains = gains / tokens.lengths
-        loss = -gains.sum()
+        loss = -self.total(gains, tokens)
         return loss, {"clip_share": bounded.sum(), "masked_share": masked, "entropy_bonus": loss.new_tensor(bonus)}
 
 
@@ -132,7 +134,10 @@ def build_loss(config: LossConfig) -> Objective:
     function = import_name(config.name, short_names("loss"))
     own = {name: value for name, value in config.kwargs.items() if name not in OF_EVERY_LOSS}
     try:
-        inspect.signature(function).bind(None, **own)
+        signature = inspect.signature(function)
+        if taken := ", ".join(sorted(OF_EVERY_LOSS & signature.parameters.keys())):
+            raise ConfigError(f"{config.name!r} has an argument {taken}, which is one of every loss: call it otherwise")
+        signature.bind(None, **own)
     except TypeError as error:
         raise ConfigError(f"trainer.loss.kwargs does not fit {config.name!r}: {error}") from error
     of_every = {name: value for name, value in config.kwargs.items() if name in OF_EVERY_LOSS}

@@ -163,8 +163,9 @@ class StepMetrics:
         found = blamed or {rank: texts for rank, texts in enumerate(everyone) if texts}
         return "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in found.items())
 
-    def report(self, *, seconds: float) -> dict[str, float]:
-        """Collective. Means per trained token of the step, maxima over all ranks, and the slowest rank's time."""
+    def report(self, *, seconds: float, divisor: float) -> dict[str, float]:
+        """Collective. The loss, whose sum is divided by `divisor`; means per trained token of the step; maxima over all
+        ranks; and the slowest rank's time."""
         empty = torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64)
         own = empty if self._maxima is None else self._maxima.cpu()
         maxima = torch.cat([torch.tensor([seconds], dtype=torch.float64), own])
@@ -176,7 +177,8 @@ class StepMetrics:
         difference_mean, outside_share = self.engine_difference
         return {
             "seconds": slowest,
-            **{name: total[name] / tokens for name in ("loss", "entropy", "kl_k1", "kl_k3")},
+            "loss": total["loss"] / divisor,
+            **{name: total[name] / tokens for name in ("entropy", "kl_k1", "kl_k3")},
             **{name: total[name] / tokens for name in _OF_REFERENCE if self._reference},
             "weight_mean": total["weight"] / tokens,
             "weight_max": top["weight_max"],

@@ -2,8 +2,8 @@
 
 - The logprob is the trainer's, at the weights before the step.
 - The weight of a token is minus the derivative of the step's loss by that logprob, at the same weights: near them the
-  loss changes by -weight per nat. So it holds advantage, importance ratio, clip, masks and KL term, divided by the
-  trained tokens of the step. Positive: the step makes the token more likely; 0: the token pushes nothing. For
+  loss changes by -weight per nat. So it holds advantage, importance ratio, clip, masks and KL term, divided as
+  the step's loss is. Positive: the step makes the token more likely; 0: the token pushes nothing. For
   `reinforce` it is advantage / trained tokens. An entropy bonus is not in it, because it is about all tokens that
   might have been sampled.
 

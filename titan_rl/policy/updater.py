@@ -302,7 +302,7 @@ class PolicyUpdater:
         self._torn = True  # while some weights may be those after the step and others not
         lr = optimizer.step(metrics.kl)
         self._torn = False
-        return metrics.report(seconds=time.perf_counter() - began) | {
+        return metrics.report(seconds=time.perf_counter() - began, divisor=divisor) | {
             "grad_norm": grad_norm,
             "lr": lr,
             "logprob_alarm": float(alarmed),
@@ -334,21 +334,20 @@ class PolicyUpdater:
         if warm_up:
             loss = -logprobs.sum()
         else:
-            loss, loss_metrics = self._loss(
-                TrainedTokens(
-                    logprobs=logprobs,
-                    entropies=entropies,
-                    behaviour_logprobs=microbatch.behaviour_logprobs,
-                    advantages=microbatch.advantages,
-                    samples=microbatch.samples,
-                    advantage_mean=plan.advantage_mean,
-                    advantage_std=plan.advantage_std,
-                    progress=self.step / self._total_steps,
-                )
+            tokens = TrainedTokens(
+                logprobs=logprobs,
+                entropies=entropies,
+                behaviour_logprobs=microbatch.behaviour_logprobs,
+                advantages=microbatch.advantages,
+                samples=microbatch.samples,
+                advantage_mean=plan.advantage_mean,
+                advantage_std=plan.advantage_std,
+                progress=self.step / self._total_steps,
             )
-        if reference_logprobs is not None:
-            penalty = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs)
-            loss = loss + self._config.kl.coefficient * penalty.sum()
+            loss, loss_metrics = self._loss(tokens)
+            if reference_logprobs is not None:
+                penalty = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs)
+                loss = loss + self._config.kl.coefficient * self._loss.total(penalty, tokens)
         metrics.add(
             loss=loss.detach(),
             loss_metrics=loss_metrics,

@@ -9,7 +9,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import fields
 
@@ -26,7 +26,7 @@ from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.policy.algorithms import short_names
-from titan_rl.policy.algorithms.base import GradedRollout, GradedTurn
+from titan_rl.policy.algorithms.base import GradedRollout, GradedTurn, credit_per_turn
 from titan_rl.rollout.report import GroupResult, unplayed_rollouts, with_numbers
 from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, RolloutGateway, reason_of
 from titan_rl.rollout.samples import demonstration_sample, training_samples
@@ -128,7 +128,7 @@ class GroupRunner:
             else:
                 prompt = first_prompt(self.renderer, example.prompt, info.tools)
         except TaskError as error:
-            return self._result(request, unplayed_rollouts(request, str(error), reason_of(error)))
+            return await self._result(request, unplayed_rollouts(request, str(error), reason_of(error)))
 
         opened = [
             OpenRollout(self.pool, info, self._rollouter.begin(request, sample), prompt=prompt, programs=self.programs)
@@ -147,7 +147,7 @@ class GroupRunner:
         rollouts = tuple(task.result() for task in playing)
         if info.scores_groups:
             rollouts = await self._compare(request, rollouts, opened)
-        return self._result(request, rollouts, opened, example)
+        return await self._result(request, rollouts, opened, example)
 
     async def _compare(
         self, request: GroupRequest, rollouts: tuple[RolloutRecord, ...], opened: Sequence[OpenRollout]
@@ -223,33 +223,33 @@ class GroupRunner:
                 logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
                 return opened.ended(StopReason.ERROR, error=f"the rollouter raised {describe(error)}")
 
-    def _give_credit(self, graded: Sequence[tuple[RolloutRecord, Trajectory]]) -> None:
+    async def _give_credit(self, graded: Sequence[tuple[RolloutRecord, Trajectory]]) -> None:
         """Give each turn its advantage. Raises ConfigError where the function of `rollout.advantage` cannot say it."""
-        if not graded:
-            return
-        name, kwargs = self._rollout.advantage.name, self._rollout.advantage.kwargs
         group = [
             GradedRollout(
                 reward=rollout.reward,
                 parts=rollout.reward_parts,
                 turns=tuple(
-                    GradedTurn(tokens=len(turn.completion.token_ids), state=turn.prompt_token_ids.tobytes())
+                    GradedTurn(tokens=len(turn.completion.token_ids), prompt=turn.prompt_token_ids)
                     for turn in trajectory.turns
                 ),
             )
             for rollout, trajectory in graded
         ]
-        with user_code(f"rollout.advantage.name {name}"):
-            for (_, trajectory), credit in zip(graded, self._advantages(group, **kwargs), strict=True):
-                turns = trajectory.turns
-                each = credit if isinstance(credit, Sized) else [credit] * len(turns)
-                for turn, advantage in zip(turns, each, strict=True):
-                    values = np.broadcast_to(np.asarray(advantage, np.float64), len(turn.completion.token_ids))
-                    if not np.isfinite(values).all():
-                        raise ValueError(f"an advantage is {values[~np.isfinite(values)][0]}")
-                    turn.advantage = values if np.ndim(advantage) else float(advantage)
+        setting, seconds = f"rollout.advantage.name {self._rollout.advantage.name}", self.setup.step_seconds
+        credit = asyncio.to_thread(self._advantages, group, **self._rollout.advantage.kwargs)
+        try:
+            with user_code(setting):
+                per_turn = credit_per_turn(group, await asyncio.wait_for(credit, seconds))
+        except ConfigError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                raise ConfigError(f"{setting} was not done within {seconds:g} s (environment.step_seconds)") from error
+            raise
+        for (_, trajectory), advantages in zip(graded, per_turn, strict=True):
+            for turn, advantage in zip(trajectory.turns, advantages, strict=True):
+                turn.advantage = advantage
 
-    def _result(
+    async def _result(
         self,
         request: GroupRequest,
         rollouts: tuple[RolloutRecord, ...],
@@ -261,7 +261,8 @@ class GroupRunner:
         failed = any(rollout.error for rollout in rollouts)
         if request.purpose is Purpose.TRAIN and not (failed and self._rollout.on_error == "fail_group"):
             graded = [pair for pair in zip(rollouts, trajectories, strict=False) if not pair[0].error]
-            self._give_credit(graded)
+            if graded and request.samples > 1:  # else nobody trains it
+                await self._give_credit(graded)
             trained = [(rollout.sample, rollout.reward, trajectory.tree) for rollout, trajectory in graded]
             samples = training_samples(request.group_id, trained, rollouts=request.samples)
         restarts = self.pool.restarts

@@ -9,7 +9,7 @@ Imports the classes that the config names. Of the project itself, imports nothin
 
 import inspect
 import tempfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -226,15 +226,15 @@ def _strategy(config: RunConfig) -> None:
 
 def _algorithm(config: RunConfig) -> None:
     chosen: LossConfig | AdvantageConfig
-    for setting, chosen, function, given in (
-        ("trainer.loss", config.trainer.loss, "loss", "tokens"),
-        ("rollout.advantage", config.rollout.advantage, "advantages", "group"),
+    for setting, chosen, function in (
+        ("trainer.loss", config.trainer.loss, "loss"),
+        ("rollout.advantage", config.rollout.advantage, "advantages"),
     ):
         found = _named(config, f"{setting}.name", short_names(function))
         own = {k: v for k, v in chosen.kwargs.items() if setting != "trainer.loss" or k not in OF_EVERY_LOSS}
         of_every = {name: value for name, value in chosen.kwargs.items() if name not in own}
-        _check_arguments(f"{setting}.kwargs", found, own, given=(given,), called=chosen.name)
-        _check_arguments(f"{setting}.kwargs", Objective, of_every, given=("function", "kwargs"))
+        _check_arguments(f"{setting}.kwargs", found, own, given=1, called=chosen.name)
+        _check_arguments(f"{setting}.kwargs", Objective, of_every, given=2)
     build_loss(config.trainer.loss)
 
 
@@ -302,11 +302,11 @@ def _check_arguments(
     function: Callable[..., Any],
     kwargs: Mapping[str, Any],
     *,
-    given: Collection[str] = (),
+    given: int = 0,
     called: str = "",
 ) -> None:
-    """Whether a call would take these arguments, besides those that are `given`. Of their types, only plain and bounded
-    ones are looked at. Raises ConfigError, which names the argument as part of `setting`."""
+    """Whether a call would take these arguments, besides so many that come first. Of their types, only plain and
+    bounded ones are looked at. Raises ConfigError, which names the argument as part of `setting`."""
     try:
         parameters = inspect.signature(function, eval_str=True).parameters
     except NameError:  # an annotation that only a type checker can resolve
@@ -314,8 +314,8 @@ def _check_arguments(
     open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     named = {
         name: each
-        for name, each in parameters.items()
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY) and name not in given
+        for name, each in list(parameters.items())[given:]
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
     }
     for name in kwargs:
         if name not in named and not open_ended:

@@ -80,8 +80,10 @@ class Noting(Calling):
 
     function = note
 
+    kept = []
+
     def initial_state(self, example):
-        return []
+        return self.kept
 
     def respond(self, example, transcript):
         return EnvironmentReply(messages=(Message("user", "8="),), done=len(transcript.finish_reasons) > 3)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -119,8 +119,12 @@ class GradedTurn:
 
     tokens: int
     """Sampled ones."""
-    state: bytes
-    """Equal where the policy was asked the same, token by token."""
+    prompt: np.ndarray  # [T] int32, the tokens that it answered
+
+    @property
+    def state(self) -> bytes:
+        """Equal where the policy was asked the same, token by token."""
+        return self.prompt.tobytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +143,29 @@ class GradedRollout:
 
 Credit = float | Sequence[float | np.ndarray]
 """The advantage of a whole rollout, or one for each of its turns: a number, or one for each token [n]."""
+
+
+def credit_per_turn(group: Sequence[GradedRollout], credit: Sequence[Credit]) -> list[list[float | np.ndarray]]:
+    """What `advantages` returned, as one number for each turn of each rollout, or one for each token of it [n] float32.
+    Raises ValueError: too few or too many, or one that is not finite."""
+    if len(credit) != len(group):
+        raise ValueError(f"{len(credit)} advantages for {len(group)} rollouts")
+    found = []
+    for number, (rollout, given) in enumerate(zip(group, credit, strict=True)):
+        several = isinstance(given, Sequence) or np.ndim(given) > 0
+        turns: list[Any] = list(given) if several else [given] * len(rollout.turns)  # type: ignore[arg-type]
+        if len(turns) != len(rollout.turns):
+            raise ValueError(f"rollout {number}: {len(turns)} advantages for {len(rollout.turns)} turns")
+        for place, turn in enumerate(rollout.turns):
+            with np.errstate(over="ignore"):  # it is then infinite
+                values = np.asarray(turns[place], np.float32)
+            if values.ndim and values.shape != (turn.tokens,):
+                raise ValueError(f"rollout {number}, turn {place}: {values.size} advantages for {turn.tokens} tokens")
+            if not np.isfinite(values).all():
+                raise ValueError(f"rollout {number}, turn {place}: an advantage is {turns[place]}")
+            turns[place] = values if values.ndim else float(turns[place])
+        found.append(turns)
+    return found
 
 
 def rewards_of(group: Sequence[GradedRollout]) -> np.ndarray:

@@ -3,7 +3,7 @@
 When     entropy falls too fast under GRPO, or answers grow into the limit.
 Is       eq. 8 with clip_low 0.2 and clip_high 0.28; the soft overlong punishment of eq. 13, a reward that falls
          linearly from 0 at `longest - cache` sampled tokens to -1 at `longest`.
-Is not   dynamic sampling by itself: that is `loop.filter = "different_rewards"`, with any algorithm.
+Is not   dynamic sampling by itself: that is `loop.filter = "no_variance"`, with any algorithm.
 Differs  the punishment counts the tokens of all turns of a rollout; `longest` 0, the default, punishes none.
 Run      --rollout.advantage.name dapo --rollout.advantage.kwargs.longest 512 --trainer.loss.name dapo
 """

@@ -9,23 +9,22 @@ Differs  the mean is over a sample's tokens and not over the batch, so that the 
 Run      --trainer.loss.name m2po
 """
 
+import numpy as np
+
 from titan_rl.bounds import Positive
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
 def loss(tokens: TrainedTokens, *, limit: Positive = 0.04) -> Gains:
-    ratio, square = tokens.ratio, tokens.log_ratio.detach().double().square()
+    ratio = tokens.ratio
     pushes = (ratio.detach() - 1) * tokens.advantages > 0
-    square = square.where(pushes, 0.0)
-    order = square.argsort(stable=True)
-    order = order[tokens.samples[order].argsort(stable=True)]  # by sample, and within one the smallest first
-    sums, samples = square[order].cumsum(0), tokens.samples[order]
-    rank = pushes[order].double().cumsum(0)
-    first = samples.diff(prepend=samples[:1] - 1) != 0
-    start = first.nonzero()[first.cumsum(0) - 1, 0] if len(samples) else samples
-    before = sums.new_zeros(len(sums) + 1), rank.new_zeros(len(rank) + 1)
-    before[0][1:], before[1][1:] = sums, rank
-    means = (sums - before[0][start]) / (rank - before[1][start]).clamp(min=1)
-    stopped = pushes.new_zeros(len(pushes))
-    stopped[order] = pushes[order] & (means > limit)
-    return ratio.masked_fill(stopped, 0.0) * tokens.advantages, stopped
+    square = tokens.log_ratio.detach().square()
+    stopped = np.zeros(len(square), bool)
+    samples, candidates, squares = (each.cpu().numpy() for each in (tokens.samples, pushes, square.double()))
+    for sample in np.unique(samples):
+        places = np.flatnonzero((samples == sample) & candidates)
+        places = places[np.argsort(squares[places], kind="stable")]  # the smallest first
+        means = np.cumsum(squares[places]) / np.arange(1, len(places) + 1)
+        stopped[places[means > limit]] = True
+    bounded = tokens.samples.new_tensor(stopped).bool()
+    return ratio.masked_fill(bounded, 0.0) * tokens.advantages, bounded
