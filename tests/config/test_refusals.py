@@ -61,7 +61,7 @@ WRONG = {
     "--recipe copy4 --environment.kwargs.digits four": ("environment.kwargs.digits", "an integer, got 'four'"),
     "--recipe copy4 --environment.kwargs.digits 1": ("environment.kwargs.digits", "at least 2, got 1"),
     "--recipe copy4 --trainer.loss.name grqo": ("trainer.loss.name: 'grqo' names nothing",),
-    "--recipe copy4 --trainer.loss.name titan_rl.types:Message": ("trainer.loss.kwargs.role", "needs this argument"),
+    "--recipe copy4 --trainer.loss.name titan_rl.types:Message": ("trainer.loss.kwargs.content", "needs this argument"),
     "--recipe copy4 --trainer.loss.kwargs.clip_hihg 0.3": (
         "trainer.loss.kwargs.clip_hihg",
         "grpo takes no such argument (did you mean clip_high?)",
