@@ -15,11 +15,11 @@ from typing import Any
 from monarch._src.actor import actor_mesh
 from monarch._src.actor.future import Future
 
-from titan_rl.rpc.connection import _Receiver
+from titan_rl.rpc import connection
 
 _pickle = actor_mesh.pickle
 _await = Future.__await__
-_recv = _Receiver.recv
+_recv = connection.recv
 _send = actor_mesh.Port.send
 _prepare = actor_mesh._Actor._prepare
 
@@ -41,8 +41,8 @@ def _watch(count: Callable[[str, int], None]) -> None:
         count(f"received {type(value).__name__}", _size(value))
         return value
 
-    async def recv(self: _Receiver) -> bytes:
-        value = await _recv(self)
+    async def recv(receiver: Any) -> Any:
+        value = await _recv(receiver)
         count("received bytes", _size(value))
         return value
 
@@ -56,7 +56,7 @@ def _watch(count: Callable[[str, int], None]) -> None:
 
     actor_mesh.pickle = pickle
     Future.__await__ = result  # type: ignore[method-assign]
-    _Receiver.recv = recv  # type: ignore[method-assign]
+    connection.recv = recv
     actor_mesh.Port.send = send  # type: ignore[method-assign]
     actor_mesh._Actor._prepare = prepare  # type: ignore[method-assign]
 
@@ -64,7 +64,7 @@ def _watch(count: Callable[[str, int], None]) -> None:
 def _unwatch() -> None:
     actor_mesh.pickle = _pickle
     Future.__await__ = _await  # type: ignore[method-assign]
-    _Receiver.recv = _recv  # type: ignore[method-assign]
+    connection.recv = _recv
     actor_mesh.Port.send = _send  # type: ignore[method-assign]
     actor_mesh._Actor._prepare = _prepare  # type: ignore[method-assign]
 
