@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from titan_rl.bounds import Count, CountOrZero, NotNegative, Share
+from titan_rl.policy.algorithms import grpo
 from titan_rl.policy.algorithms.base import (
     Credit,
     Gains,
     GradedRollout,
     TrainedTokens,
-    clipped,
     rewards_of,
     standardized,
 )
@@ -35,4 +35,4 @@ def advantages(
 
 
 def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.28) -> Gains:
-    return clipped(tokens.ratio, tokens.advantages, clip_low, clip_high)
+    return grpo.loss(tokens, clip_low=clip_low, clip_high=clip_high)
