@@ -4,18 +4,25 @@ Only `transformers_tokenizer` imports transformers: for models that the library 
 to be run.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_rl.chat.renderer import Messages, Tokens, Tools, load_tokenizer, read_json, read_stop_token_ids
+from titan_rl.chat.renderer import AnswerForm, Messages, Tokens, Tools, load_tokenizer, read_json, read_stop_token_ids
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import import_package
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CHAT_RENDERERS = {"qwen3": "qwen3"}
 """`model_type` of a checkpoint → renderer of the library. Other models run the tokenizer's chat template."""
+
+
+CALL_FORMATS = {"qwen3": "qwen_3"}
+"""Renderer → what xgrammar calls its format of tool calls."""
+MOST_SPACES = 2
+"""In a row in constrained JSON: a policy that has not learned otherwise would write nothing else."""
 
 
 class ChatRenderer:
@@ -42,7 +49,8 @@ class ChatRenderer:
         except (ValueError, KeyError) as error:
             raise ConfigError(f"rollout.renderer {name!r} with rollout.renderer_kwargs {values}: {error}") from error
         tokenizer = transformers_tokenizer(model_path) if name == "default" else PlainTokenizer(model_path)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._name = tokenizer, name
+        self._may_think = name in CALL_FORMATS and getattr(config, "enable_thinking", False)
         self._renderer = renderers.create_renderer(tokenizer, config)
         self.vocab_size = len(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()))  # of byte-level ones in bytes, never less
@@ -55,7 +63,7 @@ class ChatRenderer:
         before = [*prompt, *completion]
         with _writing():
             rendered = self._renderer.bridge_to_next_turn(
-                list(prompt), list(completion), as_dicts(messages), tools=_declared(tools)
+                list(prompt), list(completion), as_dicts(messages), tools=_declared(tools) or None
             )
         if rendered is None or rendered.token_ids[: len(before)] != before:
             raise TaskError(
@@ -68,7 +76,7 @@ class ChatRenderer:
         self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
     ) -> Message:
         parsed = self._renderer.parse_response(
-            list(completion), tools=_declared(tools), prompt_ids=[int(token_id) for token_id in prompt]
+            list(completion), tools=_declared(tools) or None, prompt_ids=[int(token_id) for token_id in prompt]
         )
         calls = tuple(map(_tool_call, parsed.tool_calls))
         content = parsed.content if tools else parsed.content + "".join(call.raw for call in parsed.tool_calls)
@@ -91,11 +99,41 @@ class ChatRenderer:
             )
         return said
 
+    def constraint(self, form: AnswerForm) -> str:
+        formats: list[Any] = []
+        if form.schema is not None and not form.must_call:
+            formats.append({"type": "json_schema", "json_schema": form.schema, "max_whitespace_cnt": MOST_SPACES})
+        if form.tools:
+            choice = form.choice
+            if formats:  # a text that is neither content of the schema nor a call is not an answer
+                allowed = {} if isinstance(choice, str) else choice["allowed_tools"]
+                choice = choice | {"allowed_tools": allowed | {"mode": "required"}} if allowed else "required"  # type: ignore[operator]
+            tools = [each | {"parameters": each["parameters"] or {"type": "object"}} for each in _declared(form.tools)]
+            described = [{"type": "function", "function": each} for each in tools]
+            formats.append(self._format(described, choice, parallel_tool_calls=form.parallel))
+        answer = {"type": "or", "elements": formats} if len(formats) > 1 else formats[0]
+        if self._may_think:
+            thinking = self._format([], "auto", reasoning="auto")["elements"][0]
+            answer = {"type": "sequence", "elements": [thinking, answer]}
+        return json.dumps({"type": "structural_tag", "format": answer})
+
+    def _format(self, tools: list[Any], choice: str | dict[str, Any], **more: Any) -> dict[str, Any]:
+        xgrammar = import_package("xgrammar", for_what="constrained answers", install="xgrammar")
+        if self._name not in CALL_FORMATS:
+            raise TaskError(f"calls cannot be constrained in the chat format {self._name!r}")
+        settings = {"reasoning": "disabled", "max_whitespace_cnt": MOST_SPACES} | more
+        try:
+            tag = xgrammar.get_model_structural_tag(CALL_FORMATS[self._name], tools, choice, **settings)
+        except ValueError as error:  # such as the name of a tool that is not there
+            raise TaskError(f"tool_choice: {error}") from error
+        found: dict[str, Any] = tag.model_dump(mode="json")["format"]
+        return found
+
     def _render(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> list[int]:
         with _writing():
             return list(
                 self._renderer.render_ids(
-                    as_dicts(messages), tools=_declared(tools), add_generation_prompt=add_generation_prompt
+                    as_dicts(messages), tools=_declared(tools) or None, add_generation_prompt=add_generation_prompt
                 )
             )
 
@@ -143,8 +181,8 @@ def _present(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def _declared(tools: Tools) -> list[dict[str, Any]] | None:
-    return [tool._asdict() for tool in tools] or None
+def _declared(tools: Tools) -> list[dict[str, Any]]:
+    return [tool._asdict() for tool in tools]
 
 
 def _tool_call(parsed: Any) -> ToolCall:
