@@ -105,9 +105,9 @@ class ChatRenderer:
             formats.append({"type": "json_schema", "json_schema": form.schema, "max_whitespace_cnt": MOST_SPACES})
         if form.tools:
             choice = form.choice
-            if formats:  # a text that is neither content of the schema nor a call is not an answer
-                allowed = {} if isinstance(choice, str) else choice["allowed_tools"]
-                choice = choice | {"allowed_tools": allowed | {"mode": "required"}} if allowed else "required"  # type: ignore[operator]
+            if formats:  # a text that is neither content of the schema nor a call is no answer
+                allowed = None if isinstance(choice, str) else choice["allowed_tools"] | {"mode": "required"}
+                choice = "required" if allowed is None else {"type": "allowed_tools", "allowed_tools": allowed}
             tools = [each | {"parameters": each["parameters"] or {"type": "object"}} for each in _declared(form.tools)]
             described = [{"type": "function", "function": each} for each in tools]
             formats.append(self._format(described, choice, parallel_tool_calls=form.parallel))
