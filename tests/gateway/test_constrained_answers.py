@@ -1,4 +1,4 @@
-"""Forced calls and schemas through the `openai` client, of a real engine and a policy that has learned nothing (25 s)."""
+"""Forced calls and schemas through the `openai` client: a real engine, a policy that has learned nothing (25 s)."""
 
 from __future__ import annotations
 
