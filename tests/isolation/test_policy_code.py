@@ -12,11 +12,13 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.processes import descendants, ends
 from support.rollouts import TASKS
 
+import titan_rl
 from titan_rl.isolation.policy_code import run_policy_code
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, Conversation, EnvironmentSetup, UserCall
@@ -244,3 +246,14 @@ async def test_a_reward_runs_what_the_policy_wrote():
         assert pool.restarts == 0
     finally:
         await pool.close()
+
+
+def test_the_manuals_task_pays_for_formulas_and_not_for_tricks():
+    manual = (Path(titan_rl.__file__).parent / "environments" / "README.md").read_text()
+    code = re.search(r"Save this as `formulas.py`:\n\n```python\n(.*?)```", manual, re.DOTALL)[1]
+    exec(code, module := {})
+    example = module["Formulas"]().example(0)
+    wrong = {"open('/etc/passwd').read()", "HIDDEN_TEST", "a-a", "(" * 999, "__import__('os')._exit(0)", ""}
+    for answer in {example.answer, f"({example.answer})"} | wrong:
+        scores = module["right"](example, SimpleNamespace(answer=answer))
+        assert scores["right"] == (answer not in wrong), answer

@@ -19,7 +19,7 @@ import sys
 
 DIRECTORY = "/tmp"  # where the program is and may write; on the host, where its root is made
 DISK, LARGEST_FILE = 64 << 20, 4 << 20  # bytes that it may write in all, and to one file or stream
-SIGKILL = 9  # to import `signal` or `contextlib` would take a fifth of the time
+SIGKILL = 9  # to import `signal` or `contextlib` would take a sixth of the time
 OUT_OF_MEMORY = 137  # its exit code after a MemoryError, as shells have it after a kill for want of memory
 
 _MACHINES = {
