@@ -35,10 +35,8 @@ def run_policy_code(
 
     It has the version and the standard library of this interpreter, one process, one thread, a fixed `PYTHONHASHSEED`,
     and the working directory `/tmp`, where it may write 64 MiB; a file, and what it prints on a stream, has at most 4.
-    No network, no other file, variable, process or descriptor. When the call returns, nothing of it is left.
-
-    Not kept from it: defects of the kernel, whose calls it can make; what processors leak through caches and timing;
-    clock, processor and kernel version; a core for `seconds`; memory of `memory_mib` and of what it writes.
+    When the call returns, nothing of it is left. Not kept from it: defects of the kernel, whose calls it can make; what
+    processors leak through caches and timing; clock, processor and kernel version; a core for `seconds`; memory.
 
     Args:
         seconds: of wall-clock time, without the start.
@@ -54,5 +52,4 @@ def run_policy_code(
     answer = marshal.loads(done.stdout) if done.stdout else done.stderr.decode() or ending_in_words(done.returncode)
     if isinstance(answer, str):
         raise AbsentError(f"policy code cannot be isolated here: {answer}; {_REMEDY}")
-    stdout, stderr, exit_code, ended = answer
-    return PolicyCodeResult(stdout.decode(errors="replace"), stderr.decode(errors="replace"), exit_code, ended)
+    return PolicyCodeResult(*answer)

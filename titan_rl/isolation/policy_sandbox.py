@@ -3,7 +3,7 @@
     caller ── this process ── the program: process 1 of its pid namespace
 
 - The program shares with the host a read-only standard library and nothing else.
-- It is this interpreter, forked, because another start would double the time of a call.
+- It is this interpreter, forked, because another start would cost as much as all the rest.
 - It is one process and one thread: bounds of a process bound all that it does, and it leaves nothing behind.
 - The death of the caller kills this process, and its death the program, which cannot undo that.
 """
@@ -133,8 +133,8 @@ def main() -> None:
     late = not select.select([os.pidfd_open(child)], [], [], seconds)[0]
     os.kill(child, SIGKILL)  # it is not reaped yet, so the id cannot be reused
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    said = [os.pread(stream, LARGEST_FILE, 0) for stream in (1, 2)]
-    full = max(map(len, said)) == LARGEST_FILE
+    said = [os.pread(stream, LARGEST_FILE, 0).decode(errors="replace") for stream in (1, 2)]
+    full = max(os.fstat(stream).st_size for stream in (1, 2)) >= LARGEST_FILE
     starved = code in (OUT_OF_MEMORY, -SIGKILL)  # the latter by the kernel
     ended = "timeout" if late else "output" if full else "memory" if starved else "error" if code else "ok"
     with open(report, "wb") as answer:
