@@ -133,6 +133,11 @@ HARMLESS = {
         "none",
     ),
     "no streams": ("import os\nfor n in range(3): os.close(n)\nos._exit(0)", ""),
+    "files of packages": (
+        "import os\nplace = os.path.dirname(os.__file__) + '/site-packages'\n"
+        "print(os.path.isdir(place) and os.listdir(place) or [])",
+        "[]",
+    ),
     "variables": ("import os; print('SECRET_KEY' in os.environ, os.environ['PYTHONHASHSEED'])", "False 0"),
     "identity": ("import os; print(os.getuid(), os.getpid(), os.getppid(), os.uname().nodename)", "65534 1 0 sandbox"),
     "libraries": (
@@ -191,11 +196,14 @@ def caller(program: str, before: str = "") -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_program_ends_with_its_caller():
+def test_a_program_shares_no_namespace_and_ends_with_its_caller():
     with caller("import time; time.sleep(60)") as process:
         while len(started := descendants(process.pid)) < 2:
             assert process.poll() is None
             time.sleep(0.01)
+        for name in ("user", "mnt", "pid", "net", "ipc", "uts"):
+            ours, its = (os.readlink(f"/proc/{pid}/ns/{name}") for pid in (process.pid, started[-1]))
+            assert ours != its, name
         process.kill()
         assert all(map(ends, started))
 
