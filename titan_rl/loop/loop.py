@@ -250,6 +250,7 @@ class TrainingLoop:
             return GroupOutcome(why, report.first_error, report.solved)
         if refusal := self._filter(report):
             await self._system.rollouts.release(report.samples)
+            self.summary.filtered_lengths += [each.sampled_tokens for each in report.rollouts]
             self._buffer.drop(group.group_id, Outcome.FILTERED)
             return GroupOutcome(Untrainable.FILTERED, refusal, report.solved)
         self._reports[group.group_id] = report
