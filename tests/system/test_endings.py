@@ -187,7 +187,7 @@ def test_a_run_whose_tool_always_fails_stops_and_names_it(tmp_path: Path) -> Non
     task = tmp_path / "broken.py"
     task.write_text(BROKEN)
     run = start_run(
-        *("--recipe", f"{task}:recipe", "--generator.count", "1", "--trainer.warmup.steps", "60"),
+        *("--recipe", f"{task}:recipe", "--generator.count", "1", "--trainer.warmup.steps", "40"),
         *("--trainer.warmup.batch", "32", "--loop.groups-per-step", "4", "--evaluation.every", "0"),
         runs=tmp_path / "runs",
     )
