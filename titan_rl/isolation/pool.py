@@ -40,6 +40,12 @@ from titan_rl.metrics.activity import SharedSpan, activity
 from titan_rl.one_line import escaped
 from titan_rl.types import Endpoint, Purpose
 
+BLAMED: dict[CallKind, type[TaskError]] = {
+    CallKind.CALL_TOOLS: ToolFailed,
+    CallKind.SCORE: GraderFailed,
+    CallKind.SCORE_GROUP: GraderFailed,
+}
+"""What a call raises whose code failed; `TaskError` where it is of another kind."""
 MAX_PROCESSES = 4
 """Processes for plain calls, started one by one where calls wait. With fewer, slow calls hold up the others. With one,
 a reward that hangs would block the whole rollout worker for `step_seconds` per rollout. Each costs 5 MiB (`copy`) to
@@ -55,12 +61,7 @@ PAUSE_SECONDS = 10.0
 LONGEST_TRACEBACK = 1 << 16
 """Characters at the end of a traceback of user code that are logged."""
 
-BLAMED: dict[CallKind, type[TaskError]] = {
-    CallKind.CALL_TOOLS: ToolFailed,
-    CallKind.SCORE: GraderFailed,
-    CallKind.SCORE_GROUP: GraderFailed,
-}
-"""What a call raises whose code failed; `TaskError` where it is of another kind."""
+GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class UserCodePool:
         self._waiting[call.kind in self._asynchronous].append(pending)
         self._dispatch_soon()
         try:
-            with self._grading if BLAMED.get(call.kind) is GraderFailed else self._environment:
+            with self._grading if call.kind in GRADING else self._environment:
                 return await pending.future
         finally:
             self._open.discard(pending)
