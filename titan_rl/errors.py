@@ -37,6 +37,10 @@ class RequestTooLong(RequestError):
     """Prompt and completion together would be longer than the generators' `max_model_len`."""
 
 
+class RequestAborted(RequestError):
+    """A completion was aborted."""
+
+
 class RequestTimeout(RequestError):
     """A request was not finished within `router.request_seconds`. Says nothing about the generator that served it."""
 
@@ -115,6 +119,19 @@ class TaskTimeout(TaskError):
     """User code ran out of time."""
 
 
+class ToolFailed(TaskError):
+    """A tool failed, and not the policy's call of it."""
+
+
+class GraderFailed(TaskError):
+    """A reward function failed."""
+
+
+class InfrastructureFailed(TaskError):
+    """What user code runs in failed: its process died, had no memory left or could not be made; or the gateway that its
+    program talks to."""
+
+
 class ActorFailed(TitanError):
     """A process or actor is gone, or failed a call. Names the mesh, the rank and the cause."""
 
@@ -177,4 +194,4 @@ class OutcomeChanged(TitanError):
 
 
 class NothingToTrain(TitanError):
-    """So many groups in a row could not teach anything that the run stops; says why they could not."""
+    """So many groups in a row could not teach anything, or so many rollouts failed, that the run stops; says why."""

@@ -320,8 +320,10 @@ async def test_groups_that_end_their_worker_each_time_are_named_and_cost_no_othe
     worker.store, worker.deadly = "store.1", frozenset(deadly)
     reports = await asyncio.wait_for(rollouts.run_groups([group(each) for each in groups]), SECONDS)
     errors = {report.group_id: report.first_error for report in reports}
-    assert all("ends what plays it" in errors.pop(each) for each in deadly) and worker.lives <= 8 * len(deadly) + 2
-    assert set(errors.values()) <= {"nothing to play"} and len(errors) == len(groups) - len(deadly)
+    guilty = [errors.pop(each) for each in deadly]
+    assert all(each.startswith("infrastructure: ") and "ends what plays it" in each for each in guilty)
+    assert worker.lives <= 8 * len(deadly) + 2
+    assert set(errors.values()) <= {"task: nothing to play"} and len(errors) == len(groups) - len(deadly)
 
 
 async def test_a_group_is_not_to_blame_for_the_end_of_its_gateway() -> None:

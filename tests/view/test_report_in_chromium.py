@@ -72,6 +72,15 @@ def test_a_run_that_is_hidden_leaves_curves_histograms_and_rollouts(browser: Pag
     check(browser)
 
 
+def test_lengths_of_sampled_and_trained_rollouts_stand_side_by_side(browser: Page, reports: Reports) -> None:
+    browser.open(reports[0], *DESK)
+    browser.wait("document.querySelector('table.lengths')")
+    rows = browser.run(
+        "[...document.querySelectorAll('.lengths tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
+    )
+    assert rows[1:] == [["sampled", "12", "12", "12"], ["trained", "9.5", "9.5", "9.5"]]
+
+
 def test_rollouts_are_found_and_their_branches_walked(browser: Page, reports: Reports) -> None:
     browser.open(reports[0], *DESK)
     fill(browser, "Step", "7")

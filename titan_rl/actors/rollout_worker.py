@@ -177,7 +177,7 @@ class RolloutWorker(StoreKeeper):
         """Store and report a finished group's samples: both or neither. `stop_groups` no longer reaches it."""
         for rollout in result.rollouts:
             if rollout.error:
-                _log.warning("%s sample %d: %s", request, rollout.sample, rollout.error)
+                _log.warning("%s sample %d: %s: %s", request, rollout.sample, rollout.failure, rollout.error)
         aside = sum(encoded_size(len(sample.token_ids)) for sample in result.samples) >= _AWAY_FROM_LOOP
         until = time.monotonic() + ROOM_SECONDS
         while True:

@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
-from titan_rl.errors import ActorFailed, ActorGone, GatewayGone, TaskError, TitanError
+from titan_rl.errors import ActorFailed, ActorGone, GatewayGone, InfrastructureFailed, TitanError
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport, unplayed
@@ -222,7 +222,7 @@ class RolloutWorkers:
             if isinstance(error, GatewayGone) or not self._suspects.lost(group, with_worker=with_worker, alone=alone):
                 raise
             why = f"{request} ends what plays it, {GUILTY} times in a row, and others do not: {error}"
-            return unplayed(request, TaskError(why))
+            return unplayed(request, InfrastructureFailed(why))
         self._suspects.ended(group)
         return report
 

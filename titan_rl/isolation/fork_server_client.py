@@ -22,7 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable
 
-from titan_rl.errors import AbsentError, ConfigError, TaskError
+from titan_rl.errors import AbsentError, ConfigError, InfrastructureFailed, TaskError
 from titan_rl.isolation.process_io import LogLines, user_variables
 from titan_rl.isolation.wire import (
     LARGEST_RESULT,
@@ -118,7 +118,7 @@ class ForkedProcess(asyncio.Protocol):
             self.ended.set_result(self._ending)
 
 
-class ForkServerGone(TaskError):
+class ForkServerGone(InfrastructureFailed):
     """The fork server of an environment has died: no fault of user code."""
 
 
@@ -211,13 +211,13 @@ class ForkServerClient:
         raise (AbsentError if result.kind == "absent" else ConfigError)(refusal)
 
     async def fork(self) -> ForkedProcess:
-        """A new process for user code. Waits for its turn. Raises TaskError: the fork server has ended, or there is no
-        descriptor for the process."""
+        """A new process for user code. Waits for its turn. Raises InfrastructureFailed: the fork server
+        has ended, or there is no descriptor for the process."""
         async with self._starts:
             try:
                 ours, theirs = socket.socketpair()
             except OSError as error:
-                raise TaskError(f"no process can be made for it: {error}") from error
+                raise InfrastructureFailed(f"no process can be made for it: {error}") from error
             fork = ForkedProcess(self._kill_fork)
             fork.transport, _ = await self._loop.create_unix_connection(lambda: fork, sock=ours)
             if self.gone:

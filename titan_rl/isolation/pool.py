@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
+from titan_rl.errors import (
+    ActorGone,
+    GraderFailed,
+    InfrastructureFailed,
+    TaskError,
+    TaskTimeout,
+    TitanError,
+    ToolFailed,
+)
 from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient, ForkServerGone
 from titan_rl.isolation.wire import (
     VALUES,
@@ -32,6 +40,12 @@ from titan_rl.metrics.activity import SharedSpan, activity
 from titan_rl.one_line import escaped
 from titan_rl.types import Endpoint, Purpose
 
+BLAMED: dict[CallKind, type[TaskError]] = {
+    CallKind.CALL_TOOLS: ToolFailed,
+    CallKind.SCORE: GraderFailed,
+    CallKind.SCORE_GROUP: GraderFailed,
+}
+"""What a call raises whose code failed; `TaskError` where it is of another kind."""
 MAX_PROCESSES = 4
 """Processes for plain calls, started one by one where calls wait. With fewer, slow calls hold up the others. With one,
 a reward that hangs would block the whole rollout worker for `step_seconds` per rollout. Each costs 5 MiB (`copy`) to
@@ -128,7 +142,7 @@ class UserCodePool:
         """Run one call. `CallKind` describes its value. Raises TaskError: user code raised, took too long or ended its
         process; ActorGone: the fork server died during the call, which is no fault of user code."""
         if self._closed:
-            raise TaskError(f"{call}: {self._closed}")
+            raise InfrastructureFailed(f"{call}: {self._closed}")
         number = next(self._numbers)
         try:
             frame = pack_order((number, call))
@@ -228,7 +242,7 @@ class UserCodePool:
         except (TitanError, OSError) as error:
             logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
             self._forks.remove(fork)
-            lost = ActorGone if isinstance(error, ForkServerGone) else TaskError
+            lost = ActorGone if isinstance(error, ForkServerGone) else InfrastructureFailed
             self._could_not_start(fork, f"could not be run, its environment does not start again: {error}", lost)
             return
         fork.began = fork.process.alive
@@ -236,7 +250,7 @@ class UserCodePool:
         fork.process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
         self._dispatch_soon()
 
-    def _could_not_start(self, fork: _Fork, reason: str, kind: type[TitanError] = TaskError) -> None:
+    def _could_not_start(self, fork: _Fork, reason: str, kind: type[TitanError] = InfrastructureFailed) -> None:
         """Leave the waiting calls to the other forks, and try no further one for a while; without others they fail.
         To try again at once would end only when the host has room for a process, and nobody knows when that is.
         Where the fork server has died (`ActorGone`), the others end as well, and there is nothing to pause for."""
@@ -296,7 +310,7 @@ class UserCodePool:
             late = f"did not finish within {self._setup.step_seconds:g} s and was killed"
             self._fail(open_calls[:failed], late, TaskTimeout)
         else:
-            lost = ActorGone if fork.process.lost_server else TaskError
+            lost = ActorGone if fork.process.lost_server else InfrastructureFailed
             self._fail(open_calls[:failed], f"its process {how} and returned nothing", lost)
         if not fork.began and not fork.process.lost_server:
             self._could_not_start(fork, f"its process {how}")
@@ -315,7 +329,7 @@ class UserCodePool:
         await asyncio.wait([process.ended])
         if first.done():
             return first.result()
-        gone = ForkServerGone if process.lost_server and not self._closed else TaskError
+        gone = ForkServerGone if process.lost_server and not self._closed else InfrastructureFailed
         raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
 
     def _settle(self, pending: _Pending, result: CallResult) -> None:
@@ -330,21 +344,22 @@ class UserCodePool:
     def _value(self, call: UserCall, result: CallResult) -> Any:
         """The result's value. Raises TaskError if user code failed. The traceback is logged once per place, because the
         same grader may fail hundreds of times a step."""
-        failure = result.failure
+        failure, blamed = result.failure, BLAMED.get(call.kind, TaskError)
         if failure is None:
             try:
                 value = VALUES[call.kind](bytes(result.value))
             except BadFrame as error:
-                raise TaskError(f"its process answered something else than was asked for: {error}") from None
+                raise blamed(f"its process answered something else than was asked for: {error}") from None
             if call.kind is CallKind.SCORE_GROUP and len(value) != len(call.group):
-                raise TaskError(f"its process answered {len(value)} scores for {len(call.group)} rollouts")
+                raise blamed(f"its process answered {len(value)} scores for {len(call.group)} rollouts")
             return value
         if failure.place not in self._logged:
             self._logged.add(failure.place)
             logger.info("%s failed:\n%s", call, escaped(failure.traceback[-LONGEST_TRACEBACK:].rstrip(), keep="\n"))
-        raise (TaskTimeout if failure.late else TaskError)(escaped(failure.description, keep="\n"))
+        kind = TaskTimeout if failure.late else InfrastructureFailed if result.last else blamed
+        raise kind(escaped(failure.description, keep="\n"))
 
-    def _fail(self, calls: Iterable[_Pending], reason: str, kind: type[TitanError] = TaskError) -> None:
+    def _fail(self, calls: Iterable[_Pending], reason: str, kind: type[TitanError] = InfrastructureFailed) -> None:
         for pending in calls:
             if not pending.future.done():
                 pending.future.set_exception(kind(f"{pending.call}: {reason}"))

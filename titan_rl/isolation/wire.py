@@ -263,7 +263,7 @@ class CallResult(NamedTuple):
     failure: Failure | None = None
     """Not None when user code failed."""
     last: bool = False
-    """The process ends after it. What else it was sent can be asked of another one."""
+    """Its memory was used up, and the process ends after it. What else it was sent can be asked of another one."""
 
 
 _Score = tuple[Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)], dict[str, float]]

@@ -13,19 +13,22 @@ for the buffer's state.
   its id and keeps its place.
 - A failure in any task ends the run with that error and cancels all other tasks.
 - Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end.
-- A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`).
+- A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`). One that cannot learn,
+  or whose rollouts fail (`failures`), ends with NothingToTrain.
 """
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import ActorGone, RollbackNeeded, SamplesLost
+from titan_rl.errors import ActorGone, NothingToTrain, RollbackNeeded, SamplesLost
 from titan_rl.loop.checkpoints import Checkpoints, restore
 from titan_rl.loop.ledger import GroupOutcome, Ledger, new_ledger
 from titan_rl.loop.lost_groups import RELEASE_SECONDS, LostGroups, check_stores_are_empty, release_samples
@@ -35,9 +38,11 @@ from titan_rl.loop.stages import evaluate, make_filter, warm_up
 from titan_rl.loop.system import System
 from titan_rl.loop.versions import EVALUATED, SERVED, Publications, ServedVersions
 from titan_rl.metrics.activity import Activities, Watchdog
+from titan_rl.metrics.rollout_record import Failed
 from titan_rl.metrics.timeline import timeline
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.rollout.report import GroupReport
+from titan_rl.scheduling.failures import NEWEST, too_many_failures
 from titan_rl.scheduling.group import Batch, Group, Outcome
 from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
@@ -78,6 +83,7 @@ class TrainingLoop:
         self.ledger = ledger = ledger or new_ledger(config)
         self._buffer, self._schedule, self._streak = ledger.buffer, ledger.schedule, ledger.streak
         self._reports, self._outcomes = ledger.reports, ledger.outcomes
+        self._newest: deque[Failed | None] = deque(maxlen=NEWEST)  # rollouts of decided groups
         self._filter = make_filter(config.loop.filter)
         self._publications = Publications(system.trainer, max_live=config.weights_settings().max_live)
         self._watchdog = Watchdog(seconds=config.loop.watchdog_seconds, clock=clock)
@@ -233,7 +239,7 @@ class TrainingLoop:
                 report = await self._system.rollouts.run_group(request)
             except ActorGone as error:  # its worker, or the gateway of its programs
                 return self._lost.player_lost(group, error)
-        outcome = await self._ended(group, report)
+        outcome = replace(await self._ended(group, report), rollouts=tuple(each.failed for each in report.rollouts))
         if self._buffer.is_undecided(group.group_id):
             self._outcomes[group.group_id] = outcome
         while (decided := self._buffer.decide()) is not None:
@@ -250,6 +256,7 @@ class TrainingLoop:
             return GroupOutcome(why, report.first_error, report.solved)
         if refusal := self._filter(report):
             await self._system.rollouts.release(report.samples)
+            self.summary.filtered_lengths += [each.sampled_tokens for each in report.rollouts]
             self._buffer.drop(group.group_id, Outcome.FILTERED)
             return GroupOutcome(Untrainable.FILTERED, refusal, report.solved)
         self._reports[group.group_id] = report
@@ -263,6 +270,9 @@ class TrainingLoop:
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:
         if self.summary.stopped_early:
             return
+        self._newest.extend(outcome.rollouts)
+        if failures := too_many_failures(self._newest, self._system.config.rollout.failure_share):
+            raise NothingToTrain(failures)
         if (why := outcome.untrainable) is None:
             return self._streak.trainable()
         if self._streak.untrainable(group_id, Untrainable.SOLVED if outcome.solved else why, outcome.detail):

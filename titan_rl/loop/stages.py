@@ -129,7 +129,7 @@ async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
     groups = [system.held_out_group(prompt, version) for prompt in prompts]
     reports = await system.rollouts.run_groups(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
-    errors = [error for report in reports for error in (*report.errors, *report.late)]
+    errors = [report.first_error for report in reports if report.failures]
     graded = [rollout for rollout in rollouts if not rollout.error]
     if not graded:
         raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
@@ -141,7 +141,7 @@ async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
         exact_match=sum(matches) / len(matches),
         reward=sum(rollout.reward for rollout in graded) / len(graded),
         rollouts=tuple(described),
-        failed=len(errors),
+        failed=len(rollouts) - len(graded),
         first_error=next(iter(errors), ""),
     )
 

@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "loop.watchdog_seconds",
     "placement.",
     "rollout.agents.",
+    "rollout.failure_share",
     "rollout.workers",
     "router.",
     "weights.",

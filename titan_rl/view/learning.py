@@ -91,7 +91,7 @@ def late(run: Run, name: str) -> float | None:
 
 
 def _largest_reward(run: Run, default: float = 1.0) -> float:
-    return max((rollout.reward for rollout in run.rollouts), default=default)
+    return max((rollout.reward for rollout in run.rollouts if not rollout.error), default=default)
 
 
 def limit(name: str) -> float:
