@@ -1,5 +1,5 @@
 """Trainer ranks: calls in the order of their numbers; a real mesh of two ranks warms up, freezes its reference, trains
-against it and publishes; then one of them dies again and again, which changes no bit. About 50 s.
+against it and publishes; then one of them dies again and again, which changes no bit. About 35 s.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.rpc.connection import ConnectedActor, endpoint
 from titan_rl.rpc.mesh_client import until_still
+from titan_rl.supervision.fork_server import Stage
+from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
@@ -171,14 +173,19 @@ class Lossy:
         self.pids: list[int] = []
         self.deaths = 0
         self._replacing: asyncio.Task[None] | None = None
-        self._provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=self._heard)
+        self._plan = mesh_plan("trainer", 2, beside=__file__)
+        imports = ("titan_rl.policy.updater:import_torchtitan", "titan_rl.weights.fingerprint")
+        stage = Stage(name="torchtitan", kinds=tuple(Kind), environment=self._plan.env[0], imports=imports)
+        self._provisioner = Provisioner(
+            log_directory=str(scratch), imports=(), on_fault=self._heard, stage=lambda host: stage
+        )
         self.trainer = TrainerClient(
             CONFIG, start_seconds=BOUND, step_seconds=BOUND, on_hung=self._lost, say=self.said.append
         )
         self.trainer.replace(self._spawn())
 
     def _spawn(self) -> Any:
-        return self._provisioner.spawn(mesh_plan("trainer", 2, beside=__file__)).spawn(
+        return self._provisioner.spawn(self._plan).spawn(
             "trainer",
             DyingTrainer,
             CONFIG,
@@ -215,13 +222,17 @@ class Lossy:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lossy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lossy]:
-    lossy = Lossy(tmp_path_factory.mktemp("trainer"))
-    try:
-        lossy.pids = await lossy.trainer.setup()
-        yield lossy
-    finally:
-        await lossy.close()
-        remove_segments_of(os.getpid())
+    """Its ranks are forked from a process that has imported torchtitan, as those of a run are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in mesh_plan("trainer", beside=__file__).env[0].items():
+            patch.setenv(name, value)
+        lossy = Lossy(tmp_path_factory.mktemp("trainer"))
+        try:
+            lossy.pids = await lossy.trainer.setup()
+            yield lossy
+        finally:
+            await lossy.close()
+            remove_segments_of(os.getpid())
 
 
 async def test_the_stages_of_a_run_follow_each_other(lossy: Lossy) -> None:

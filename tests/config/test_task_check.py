@@ -24,7 +24,7 @@ def line(text: str) -> str:
 
 def checked(wrong="", config=None, **changes):
     config = config or recipe()
-    seconds = 1.0 if wrong == "hangs" else config.environment.step_seconds
+    seconds = 1.0 if "hangs" in wrong else config.environment.step_seconds
     environment = replace(config.environment, kwargs={"wrong": wrong}, step_seconds=seconds)
     config = replace(config, environment=environment, **changes)
     return check_task(config, (str(TASK),))

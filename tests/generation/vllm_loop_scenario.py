@@ -37,7 +37,7 @@ LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
 SKIPPED_BY_ONE = 9
 """Incarnation of versions of which the last rank leaves out a tensor."""
 SKIPPED = "model.layers.1.mlp.down_proj.weight"
-OPERATIONS = 200
+OPERATIONS = 120
 WEIGHTS = 4
 PACE_SECONDS = 0.05
 """Longest pause between two calls; it only decides how they fall among the engine's steps."""
@@ -368,24 +368,33 @@ def torture(this: Loop, seed: int) -> dict[str, Any]:
 
 
 def life(models: dict[str, str]) -> dict[str, Any]:
-    """A generator's, and at TP 1 that of one which keeps its KV through swaps."""
+    """A generator's."""
     this = Loop(models)
     facts: dict[str, Any] = {}
     if os.environ["RANK"] == "0":
-        this.pull_next("tied_a").result(timeout=BOUND)
-        seeded = (make_request(f"seeded{index}", new=12 + index, seed=index) for index in range(6))
-        facts["served"] = this.serve(make_request("whole", new=40, seed=5), *seeded)
+        facts["served"] = served(this)
         facts["swaps"] = several_swaps(this)
         facts["cache"] = prefix_cache(this)
         facts["damaged"] = damaged_weights(this)
         facts["torture"] = torture(this, seed=0)
     this.close()
     facts["errors"] = this.collector.errors.qsize()
-    if os.environ["WORLD_SIZE"] == "1":
-        this = Loop(models, keep_prefix_cache=True)
-        facts["kept_cache"] = prefix_cache(this)
-        this.close()
     return facts
+
+
+def short_life(models: dict[str, str]) -> dict[str, Any]:
+    """That of one which serves, and keeps its KV through swaps."""
+    this = Loop(models, keep_prefix_cache=True)
+    facts: dict[str, Any] = {"served": served(this), "kept_cache": prefix_cache(this)}
+    this.close()
+    facts["errors"] = this.collector.errors.qsize()
+    return facts
+
+
+def served(this: Loop) -> dict[str, Completion]:
+    this.pull_next("tied_a").result(timeout=BOUND)
+    seeded = (make_request(f"seeded{index}", new=12 + index, seed=index) for index in range(6))
+    return this.serve(make_request("whole", new=40, seed=5), *seeded)
 
 
 def tortures(models: dict[str, str], seeds: list[int]) -> dict[str, Any]:

@@ -121,6 +121,7 @@ def test_a_run_directory_that_is_removed_is_a_sentence(tmp_path: Path) -> None:
     assert_nothing_is_left(run)
 
 
+@pytest.mark.acceptance  # in CI: scripted runs, tests/loop/test_stopping_early.py
 def test_a_policy_that_has_learned_everything_ends_its_run_well(tmp_path: Path) -> None:
     task = tmp_path / "easy.py"
     task.write_text(EASY)
