@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from titan_rl.actors.router_client import RouterClient
+from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GatewayGone, RequestLost, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.metrics.timeline import timeline
@@ -35,28 +36,9 @@ STATUS_SECONDS = 20.0
 class Gateway(ConnectedActor):
     """`open_rollout`, `idle` and `close_rollout` are the methods of `RolloutGateway`."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        *,
-        model_path: str,
-        renderer: str,
-        renderer_kwargs: dict[str, Any],
-        max_model_len: int,
-        run_seed: int = 0,
-    ) -> None:
-        """
-        Args:
-            model_path: directory with the tokenizer of the served policy.
-            renderer, renderer_kwargs: as in `RolloutConfig`.
-            max_model_len: of the generators.
-            run_seed: the run's seed; only rollouts sample by it.
-        """
-        self._config = config
+    def __init__(self, config: RunConfig, gateway: GatewayConfig, *, model_path: str) -> None:
+        self._config, self._gateway = config, gateway
         self._model_path = model_path
-        self._renderer = (renderer, renderer_kwargs)
-        self._max_model_len = max_model_len
-        self._run_seed = run_seed
         self._fleet: RouterClient | None = None
         self._server: GatewayServer | None = None
 
@@ -77,18 +59,18 @@ class Gateway(ConnectedActor):
         from titan_rl.gateway.app import GatewayServer
         from titan_rl.gateway.calls import ServedPolicy
 
-        name, settings = self._renderer
-        renderer = make_renderer(name, self._model_path, settings)
-        policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
+        config, listens = self._config, replace(self._gateway, port=port or self._gateway.port)
+        renderer = make_renderer(config.rollout.renderer, self._model_path, config.rollout.renderer_kwargs)
+        max_model_len = config.generator.max_model_len
+        policy = ServedPolicy(name=listens.model, renderer=renderer, max_model_len=max_model_len)
         self._fleet = fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway", replaced_within=None)
         timeline.follow(lambda: "generators" if fleet.waits else "programs")
-        config = replace(self._config, port=port or self._config.port)
         try:
-            self._server = GatewayServer(config, self._fleet, policy, run_seed=self._run_seed)
+            self._server = GatewayServer(listens, fleet, policy, run_seed=config.seed)
         except ConfigError:
-            if not (port and config.rollout_keys):
+            if not (port and listens.rollout_keys):
                 raise
-            self._server = GatewayServer(replace(config, port=0), self._fleet, policy, run_seed=self._run_seed)
+            self._server = GatewayServer(replace(listens, port=0), fleet, policy, run_seed=config.seed)
         return os.getpid(), self._server.url
 
     @endpoint
@@ -132,7 +114,7 @@ class Gateway(ConnectedActor):
             await self._fleet.disconnect()
 
     def _rollout_keys(self) -> RolloutKeys:
-        if self._server is None or not self._config.rollout_keys:
+        if self._server is None or not self._gateway.rollout_keys:
             raise ActorFailed("the gateway was called before setup, or has no rollout keys")
         return self._server.rollout_keys
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from titan_rl.actors.trainer import PolicyTrainer
+from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, RollbackNeeded
-from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan, plan_step
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.rpc.connection import RemoteMethod
@@ -45,27 +45,23 @@ class TrainerClient(MeshClient):
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: RunConfig,
         *,
         start_seconds: float,
-        step_seconds: float,
-        host_seconds: float = 0.0,
         on_hung: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
         Args:
             start_seconds: bound on `setup` and `restore`.
-            step_seconds: bound on any other call.
-            host_seconds: how long the loss of a rank's host may go unnoticed.
             on_hung: told of a call that was not answered within its bound. Its ranks, stuck in a collective, are of no
                 use any more: they must be ended and replaced.
             say: told once if there is no room for copies of the state.
         """
         super().__init__("trainer", start_seconds=start_seconds)
-        self._config = config
-        self._step_seconds = step_seconds
-        self._news_seconds = host_seconds + NEWS_SECONDS
+        self._config, where = config.trainer, config.placement
+        self._step_seconds = where.step_seconds  # bound on any other call
+        self._news_seconds = NEWS_SECONDS + (where.host_seconds if where.several_hosts else 0)
         self._on_hung = on_hung
         self._say = say
         self._sequence = 0
