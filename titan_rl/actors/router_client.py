@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
 from titan_rl.actors.router import GeneratorRouter
-from titan_rl.errors import RequestError
+from titan_rl.errors import RequestError, WeightsError
 from titan_rl.routing.attempts import Shown
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.rpc.connection import RemoteMethod
@@ -140,7 +140,11 @@ class RouterClient(RequestClient):
             endpoint = GeneratorRouter.pull_model_state_dict
             return await self.connection.call(None, endpoint, self._wanted, version or newest)
 
-        return (await self.retry_on_replacement(pull)).require_served()
+        outcome = await self.retry_on_replacement(pull)
+        if not outcome.reports:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in outcome.failures.items())
+            raise WeightsError(f"{outcome.version} is served by nobody: {reasons}")
+        return outcome
 
     async def until_unavailable(self) -> str:
         """Returns when a wanted version that was served cannot be loaded again by any generator: which, and why."""

@@ -35,7 +35,6 @@ class GroupOutcome:
     untrainable: Untrainable | None
     """Why nothing; None: something."""
     detail: str
-    solved: bool = False
 
 
 @dataclass(slots=True, kw_only=True)

@@ -242,30 +242,31 @@ class TrainingLoop:
         self._notify()
 
     async def _ended(self, group: Group, report: GroupReport) -> GroupOutcome:
+        solved = Untrainable.SOLVED if report.solved else None
         if not report.samples.trained_tokens:
             await self._system.rollouts.release(report.samples)
             self.records.failed(report)
             self._buffer.drop(group.group_id, Outcome.FAILED)
             why = Untrainable.FAILED if report.first_error else Untrainable.EMPTY
-            return GroupOutcome(why, report.first_error, report.solved)
+            return GroupOutcome(solved or why, report.first_error)
         if refusal := self._filter(report):
             await self._system.rollouts.release(report.samples)
             self._buffer.drop(group.group_id, Outcome.FILTERED)
-            return GroupOutcome(Untrainable.FILTERED, refusal, report.solved)
+            return GroupOutcome(solved or Untrainable.FILTERED, refusal)
         self._reports[group.group_id] = report
         oldest = report.oldest_version
         self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
         rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
         still = len(report.rewards) <= 1 and not any(ref.advantage for ref in report.samples.refs)
         still &= not self._system.config.trainer.kl.teacher  # it teaches without rewards
-        return GroupOutcome(Untrainable.EQUAL_REWARDS if still else None, rewards, report.solved)
+        return GroupOutcome(solved or Untrainable.EQUAL_REWARDS if still else None, rewards)
 
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:
         if self.summary.stopped_early:
             return
         if (why := outcome.untrainable) is None:
             return self._streak.trainable()
-        if self._streak.untrainable(group_id, Untrainable.SOLVED if outcome.solved else why, outcome.detail):
+        if self._streak.untrainable(group_id, why, outcome.detail):
             self._stop_early()
 
     async def _train(self) -> None:

@@ -125,7 +125,9 @@ class SharedMemoryPublisher:
                 raise WeightsError(f"{dtype} is not served; served are {', '.join(map(str, BITS))}")
             return slot, mine, _shapes_of(mine)
 
-        slot, mine, shapes = self._ranks.together(what, prepare, equal=lambda result: (version, result[0]))
+        slot, mine, shapes = self._ranks.together(what, prepare)
+        if len({*(everyones := self._ranks.gather((version, slot)))}) > 1:
+            raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {everyones}")
         layout = self._agreed_layout(what, shapes, dtype, tuple(aliases))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
         segment = self._open(what, slot, layout)
