@@ -59,7 +59,7 @@ class RouterClient(RequestClient):
     async def _generate(self, request: GenerationRequest) -> Completion:
         """Ask the router that is there now."""
         request_id = request.request_id
-        if self.is_open(request_id):  # its answer may be on the way and would be taken for this request's
+        if request_id in self._open:  # its answer may be on the way and would be taken for this request's
             raise _in_use(request_id)
         completion = self._completions[request_id] = asyncio.get_running_loop().create_future()
         self.send((request,))
@@ -81,7 +81,7 @@ class RouterClient(RequestClient):
             RequestError, GeneratorFailed, ActorFailed: as `generate`, at any time.
         """
         request_id = request.request_id
-        if request_id in self._inboxes or self.is_open(request_id):
+        if request_id in self._inboxes or request_id in self._open:
             raise _in_use(request_id)
         inbox = self._inboxes[request_id] = asyncio.Queue()
         completion = asyncio.get_running_loop().create_task(self.generate(replace(request, stream_from=0)))

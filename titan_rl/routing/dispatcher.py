@@ -81,7 +81,6 @@ class Dispatcher:
         self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
         self._load: Counter[str] = Counter()
-        self._exact: Counter[str] = Counter()  # generator → its live attempts for an exact version
         self._wait_until = math.inf  # the earliest `Wait` of the strategy
         self._overdue_at = math.inf  # no live attempt runs out of time before this
         self._failures: list[tuple[str, TitanError]] = []
@@ -114,11 +113,11 @@ class Dispatcher:
 
     def runs_exact(self, generator: str) -> bool:
         """Whether a request for an exact version is live there."""
-        return self._exact[generator] > 0
+        return any(self._attempts[each].original.exact_version is not None for each in self._on.get(generator, ()))
 
     def refusal(self, request: GenerationRequest) -> RequestError | None:
         """Why this request is refused; None: it is accepted."""
-        if request.request_id in self._requests:
+        if request.request_id in self._requests:  # of one that is overdue, whose attempt is still being stopped
             return RequestError(f"request id {request.request_id} is already live")
         if ATTEMPT_MARK in request.request_id:
             return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
@@ -326,10 +325,8 @@ class Dispatcher:
             return None
         if choice is None:
             return None
-        if original.exact_version is not None:
-            if self._fleet[choice].phase is Phase.SWAPPING:
-                return None
-            self._exact[choice] += 1
+        if original.exact_version is not None and self._fleet[choice].phase is Phase.SWAPPING:
+            return None
         attempt = next_attempt(request)
         request.attempts += 1
         request.attempt, request.generator, request.started = attempt, choice, now
@@ -350,8 +347,6 @@ class Dispatcher:
             return None
         original, generator = request.original, request.generator
         del self._on[generator][attempt_id]
-        if original.exact_version is not None:
-            self._exact[generator] -= 1
         load = self._load[generator] = self._load[generator] - request.cost
         request.attempt, request.generator, request.cost = None, "", 0
         self._strategy.released(original, generator, load)

@@ -61,8 +61,6 @@ class MeshClient:
         self.actors: list[Any] = []
         """Handle of each rank."""
         self.ranks: list[Connection] = []
-        self.replacements = 0
-        """How often `replace` was called."""
         self.has_worked = False
         """Whether these actors have done their work once: if they die now, that is no failed start."""
         self.files_left = ""
@@ -81,7 +79,6 @@ class MeshClient:
 
     def replace(self, actors: Sequence[Any]) -> None:
         """From now on these actors are called, one per rank. Open calls to the ones before fail."""
-        self.replacements += 1
         self.has_worked = False
         self._use_actors(actors)
         self._retry_now()
