@@ -38,7 +38,7 @@ ENDED_BY = {
     "loop/versions.py:_push": "the trainer's call, which is bounded or waits for its replacement",
     "loop/checkpoints.py:written": "calls with a bound, then the disk; a stopped run waits SAVE_SECONDS",
     "loop/loop.py:_train": "the step, whose calls have a bound",
-    "loop/loop.py:_until": "every change of the ledger; the watchdog says who stands still",
+    "loop/changes.py:until": "every change of the ledger; the watchdog says who stands still",
     "loop/loop.py:run": "its tasks end, or one fails, which cancels this",
     "loop/loop.py:save": "the step, whose calls have a bound; a stopped run waits SAVE_SECONDS",
     "loop/versions.py:publish": "a release; the watchdog names the holders",

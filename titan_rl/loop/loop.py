@@ -21,11 +21,11 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import ActorGone, RollbackNeeded, SamplesLost
+from titan_rl.loop.changes import Changes
 from titan_rl.loop.checkpoints import Checkpoints, restore
 from titan_rl.loop.ledger import GroupOutcome, Ledger, new_ledger
 from titan_rl.loop.lost_groups import RELEASE_SECONDS, LostGroups, check_stores_are_empty, release_samples
@@ -42,8 +42,6 @@ from titan_rl.scheduling.group import Batch, Group, Outcome
 from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
 from titan_rl.view.display import RunDisplay
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -86,21 +84,13 @@ class TrainingLoop:
             ledger.summary, self._buffer.limits, self._recorder, display=display, metrics=metrics, clock=clock
         )
         self._activity = Activities(display, self.records.phases, self._watchdog, timeline, clock=clock)
-        self._versions = ServedVersions(
-            self._buffer,
-            self._publications,
-            system.router,
-            self._activity,
-            until=self._until,
-            changed=self._notify,
-            warn=self._warn,
-        )
-        self._lost = LostGroups(ledger, system.rollouts, say=display.print_line, changed=self._notify)
+        changes = self._changes = Changes(display, self._activity)
+        self._versions = ServedVersions(self._buffer, self._publications, system.router, changes)
+        self._lost = LostGroups(ledger, system.rollouts, changes)
         self._exact = self._buffer.limits.exact_versions
         self.has_weights = restore_from is None
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
-        self._changed = asyncio.Event()
 
     @property
     def summary(self) -> RunSummary:
@@ -110,10 +100,10 @@ class TrainingLoop:
         """Do the whole run, or the rest of it. The final weights of the policy are the ones that were evaluated last.
         Call `end` in any case, after what is to be saved is saved. After RollbackNeeded nothing is left to end."""
         system = self._system
-        system.rollouts.on_lost, system.trainer.on_state_lost = self._lost.store_lost, self._notify
+        system.rollouts.on_lost, system.trainer.on_state_lost = self._lost.store_lost, self._changes.notify
         self._display.print_line(self._buffer.limits.describe())
         stop_watching = self._watchdog.report_every(
-            system.config.loop.watchdog_seconds, lambda report: self._warn(f"watchdog: {report}")
+            system.config.loop.watchdog_seconds, lambda report: self._changes.warn(f"watchdog: {report}")
         )
         failures: tuple[BaseException, ...] = ()
         try:
@@ -208,7 +198,7 @@ class TrainingLoop:
         """Consumes the stream of prompts. Waits for a free slot, or a group to be played again. Woken by the publisher
         and by groups that are filtered, fail or are lost. Produces a rollout task per group. On failure: the run."""
         playing: set[asyncio.Task[None]] = set()
-        while await self._until(
+        while await self._changes.until(
             "data",
             lambda: "a free slot",
             lambda: self._versions.startable() or self._schedule.admissible(),
@@ -239,7 +229,7 @@ class TrainingLoop:
         while (decided := self._buffer.decide()) is not None:
             self._count(decided, self._outcomes.pop(decided))
             self._buffer.admit(self._schedule.admissible())
-        self._notify()
+        self._changes.notify()
 
     async def _ended(self, group: Group, report: GroupReport) -> GroupOutcome:
         solved = Untrainable.SOLVED if report.solved else None
@@ -272,8 +262,8 @@ class TrainingLoop:
     async def _train(self) -> None:
         """Consumes P finished groups. Waits for them. Woken by rollouts. Produces the trainer's next version. On
         failure: lost samples are played again, anything else ends the run."""
-        schedule = self._schedule
-        while batch := await self._until("trainer", schedule.trainer_waits_for, self._take, schedule.all_trained):
+        schedule, until = self._schedule, self._changes.until
+        while batch := await until("trainer", schedule.trainer_waits_for, self._take, schedule.all_trained):
             self._stepping = asyncio.ensure_future(self._step_and_cut(batch))
             await asyncio.shield(self._stepping)  # a run that ends saves a step that is under way, and its numbers
 
@@ -304,7 +294,7 @@ class TrainingLoop:
         self._buffer.trained(PolicyVersion(batch.version.incarnation, step))
         for group_id in batch.group_ids:
             del self._reports[group_id]
-        self._notify()
+        self._changes.notify()
         held: list[HeldReport] = []
         try:
             held = await self._system.rollouts.release(samples)
@@ -315,17 +305,17 @@ class TrainingLoop:
         """Consumes the trainer's versions. Waits for one that is not published, and for a free publication slot. Woken
         by trainer and evaluator. Produces the version under which new groups are played. On failure: the run."""
         ready, over = self._schedule.may_publish, self._schedule.all_published
-        while await self._until("publisher", lambda: "the trainer's next version", ready, over):
+        while await self._changes.until("publisher", lambda: "the trainer's next version", ready, over):
             await self._publish()
 
     async def _evaluator(self) -> None:
         """Consumes versions that are due. Waits for the publisher and is woken by it. Produces an evaluation. On
         failure: the run."""
         due, over = self._schedule.next_due, self._schedule.all_evaluated
-        while version := await self._until("evaluator", lambda: "a version that is due", due, over):
+        while version := await self._changes.until("evaluator", lambda: "a version that is due", due, over):
             await self._evaluate(version)
             await self._versions.end_evaluation(version)
-            self._notify()
+            self._changes.notify()
 
     async def _evaluate(self, version: PolicyVersion) -> None:
         with self._activity("evaluate", version=version):
@@ -349,14 +339,14 @@ class TrainingLoop:
         self._published(pull.version)
         if before is not None and not first:
             await self._publications.release(before.version, SERVED)
-            self._notify()
+            self._changes.notify()
 
     def _published(self, version: PolicyVersion) -> None:
         if self._schedule.is_due(version):
             self._schedule.make_due(version)
             self._publications.hold(version, EVALUATED)
         self._buffer.published(version)
-        self._notify()
+        self._changes.notify()
 
     def _stop_early(self) -> None:
         """Nothing is left to learn: make the running step, or else the previous one, the last. Then the run ends as
@@ -368,27 +358,3 @@ class TrainingLoop:
         why = f"nothing is left to learn after step {self._schedule.last}: {self._streak.describe()}"
         self.summary.stopped_early = why
         self._display.print_line(f"stopping early: {why}")
-
-    # What they wait for.
-
-    async def _until(
-        self, task: str, why: Callable[[], str], ready: Callable[[], T], over: Callable[[], bool] = lambda: False
-    ) -> T | None:
-        """Wait until `ready` returns something true, and return it. None: it is `over`. Both are called again after
-        every change by a task."""
-        if over():
-            return None
-        if not (value := ready()):
-            with self._activity(task, waits_for=why):
-                while not (value := ready()):
-                    await self._changed.wait()
-                    if over():
-                        return None
-        return value
-
-    def _notify(self) -> None:  # wakes all waiting tasks after a change
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _warn(self, what: str) -> None:
-        self._display.print_line(what, logging.WARNING)

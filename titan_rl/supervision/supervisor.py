@@ -165,7 +165,7 @@ class Supervisor:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        living = [mesh for mesh in self.meshes.values() if mesh.is_up or (mesh.is_starting and mesh.born)]
+        living = [mesh for mesh in self.meshes.values() if mesh.is_up or mesh.state is MeshState.BORN]
         await asyncio.gather(*(self._close(mesh) for mesh in living if mesh.kind is Kind.GATEWAY))
         await asyncio.gather(*(self._close(mesh) for mesh in living if mesh.kind is not Kind.GATEWAY))
         await self.provisioner.stop_all()
@@ -197,7 +197,9 @@ class Supervisor:
         kind = self.kinds[mesh.kind]
         self._on_mesh(mesh.name, kind.doing)
         await self._birth(mesh)
-        await self.until(lambda: not any(each.is_unborn for each in self.meshes.values() if each.kind in kind.calls))
+        await self.until(
+            lambda: MeshState.STARTING not in {each.state for each in self.meshes.values() if each.kind in kind.calls}
+        )
         pids = await mesh.client.setup(**kind.peers(mesh))
         self._require_starting(mesh)
         mesh.ready(pids, time.monotonic())
