@@ -44,15 +44,11 @@ class Gateway(ConnectedActor):
 
     @endpoint
     async def setup(self, router: Any, port: int) -> tuple[int, str]:
-        """Listen. Returns this process's id and the URL, without `/v1`.
+        """Listen. Returns this process's id and the URL, without `/v1`. Raises ConfigError: the address cannot be
+        listened on, or there is no renderer for the checkpoint.
 
-        Args:
-            router: handle of a `GeneratorRouter`.
-            port: of the gateway that this one replaces; 0: it is the first. Clients know that port. Where every rollout
-                is told the address, another one will do if it is taken.
-
-        Raises:
-            ConfigError: the address cannot be listened on, or there is no renderer for the checkpoint.
+        `port`: of the gateway that this one replaces; 0: it is the first. Clients know that port. Where every rollout
+        is told the address, another one will do if it is taken.
         """
         # Imported here because workers and the controller import this module and do not need the server.
         from titan_rl.chat import make_renderer
@@ -81,11 +77,8 @@ class Gateway(ConnectedActor):
 
     @endpoint
     async def serve(self) -> None:
-        """Return when the server was closed. An open call of this endpoint is the failure channel.
-
-        Raises:
-            ActorFailed: the server ended by itself.
-        """
+        """Return when the server was closed: an open call of this endpoint is the failure channel. Raises ActorFailed:
+        the server ended by itself."""
         if self._server is None:
             raise ActorFailed("the gateway was called before setup")
         await self._server.ended()
@@ -152,11 +145,7 @@ class RolloutGatewayClient:
     """
 
     def __init__(self, gateway: Any, *, replaced_within: float | None = 0.0) -> None:
-        """
-        Args:
-            gateway: handle of the actor.
-            replaced_within: how long `open` waits for another one when it is gone, as in `MeshClient`.
-        """
+        """`replaced_within`: how long `open` waits for another gateway when this one is gone, as in `MeshClient`."""
         self._gateway = MeshClient("gateway", [gateway], replaced_within=replaced_within)
 
     def replace(self, actors: Sequence[Any]) -> None:

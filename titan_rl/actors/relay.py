@@ -131,15 +131,9 @@ class WeightRelay(ConnectedActor):
 
     @endpoint
     async def bring(self, publication: Publication, *, again: bool = False) -> None:
-        """Returns when this host has the whole publication in its shared memory. Callers share one transfer.
-
-        Args:
-            again: what is here is not what was published: fetch everything anew, from `Publication.hosts`.
-
-        Raises:
-            WeightsError: it cannot be had: it is gone, or no host that has it answers.
-            StorageError: there is no room for it.
-        """
+        """Returns when this host has the whole publication in its shared memory. Callers share one transfer. `again`:
+        what is here is not what was published: fetch everything anew, from `Publication.hosts`. Raises WeightsError: it
+        is gone, or no host that has it answers; StorageError: there is no room for it."""
         if self._host in publication.hosts:
             return
         slot = await self._slot_of(publication)
@@ -151,11 +145,8 @@ class WeightRelay(ConnectedActor):
 
     @endpoint
     async def open(self, publication: Publication) -> tuple[int, list[RDMABuffer]]:
-        """Let another relay read this publication, which comes here too if it is not here.
-
-        Returns:
-            A token for `arrived`, and a handle on each chunk, to be read when it has arrived.
-        """
+        """Let another relay read this publication, which comes here too if it is not here. Returns a token for
+        `arrived`, and a handle on each chunk, to be read when it has arrived."""
         slot = await self._slot_of(publication)
         if self._host not in publication.hosts:
             self._transfer(slot)

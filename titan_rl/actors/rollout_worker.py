@@ -59,11 +59,8 @@ class RolloutWorker(StoreKeeper):
 
     @endpoint
     async def setup(self, router: Any, gateway: Any = None) -> tuple[int, str, TaskInfo]:
-        """Start the child process that runs user code.
-
-        Returns:
-            This process's id, the name of its store, and what the environment says about itself.
-        """
+        """Start the child process that runs user code. Returns this process's id, the name of its store, and what the
+        environment says about itself."""
         placement = self._config.placement
         self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh, replaced_within=None)
         timeline.follow(self._waits_for)
@@ -97,11 +94,8 @@ class RolloutWorker(StoreKeeper):
     @endpoint
     async def describe(self, purpose: Purpose, wanted: tuple[tuple[int, RolloutRecord], ...]) -> list[RolloutRecord]:
         """Those that are known here. They are looked up before the first await, so that a `release` right behind this
-        call comes after it.
-
-        Args:
-            wanted: the id of any sample of the group, or, of an evaluation, the group's id; and the rollout in numbers.
-        """
+        call comes after it. `wanted`: the id of any sample of the group, or, of an evaluation, the group's id; and the
+        rollout in numbers."""
         evaluated = purpose is Purpose.EVALUATE
         known = self._evaluated if evaluated else self._trained
         found = [(known[key], rollout) for key, rollout in wanted if key in known]

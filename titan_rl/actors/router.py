@@ -109,12 +109,10 @@ class GeneratorRouter(RequestServer):
             to.setdefault(generator, []).append(attempt)
         for generator, attempts in to.items():
             self.generators[generator].send(attempts)
-        at = self.dispatcher.wake_at
-        if self._timer is not None and self._timer.when() != at:
+        if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if at is not None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(at, self.run, self._on_timer)
+        at, loop = self.dispatcher.wake_at, asyncio.get_running_loop()
+        self._timer = None if at is None else loop.call_at(at, self.run, self._on_timer)
         failures = self.dispatcher.failures()
         if self.fleet.is_given_up:
             error = GeneratorFailed(f"every generator is dead ({self.fleet.describe()})")
@@ -126,7 +124,6 @@ class GeneratorRouter(RequestServer):
             self.generators[each.generator].abort([each.request.request_id])
 
     def _on_timer(self) -> None:
-        self._timer = None
         self._abort(self.dispatcher.overdue(self._now()))
         self._send(self.dispatcher.reconsider(self._now()))
 
@@ -236,11 +233,8 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def serve(self) -> None:
-        """Return when the router was closed. An open call of this endpoint is the failure channel.
-
-        Raises:
-            ActorFailed: the router has ended by itself.
-        """
+        """Return when the router was closed: an open call of this endpoint is the failure channel. Raises ActorFailed:
+        the router has ended by itself."""
         try:
             await self.until(lambda: False)
         except ActorGone as error:  # a caller would take that for the end of the process, which lives

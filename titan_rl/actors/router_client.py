@@ -44,12 +44,9 @@ class RouterClient(RequestClient):
     # Requests.
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """The completion of one request. Cancelling the call aborts the engine's work.
-
-        Raises:
-            RequestError: the request is invalid or ran out of time, or generators died while they ran it.
-            GeneratorFailed, ActorFailed: no generator can serve it; the message has the cause.
-        """
+        """The completion of one request. Cancelling the call aborts the engine's work. Raises RequestError: the request
+        is invalid or ran out of time, or generators died while they ran it; GeneratorFailed, ActorFailed: no generator
+        can serve it."""
         asked_at = time.monotonic()
         completion = await self.retry_on_replacement(lambda: self._generate(request))
         elsewhere = time.monotonic() - asked_at - completion.metrics.get("generation/seconds_in_engine", 0.0)
@@ -75,10 +72,7 @@ class RouterClient(RequestClient):
         """Yield the tokens of one request in pieces as they are sampled, then the whole completion.
 
         The pieces hold each token of the completion once and in order, even if the request moves to another generator
-        or to new weights. Closing this iterator early aborts the engine's work.
-
-        Raises:
-            RequestError, GeneratorFailed, ActorFailed: as `generate`, at any time.
+        or to new weights. Closing this iterator early aborts the engine's work. Raises as `generate`, at any time.
         """
         request_id = request.request_id
         if request_id in self._inboxes or request_id in self._open:
@@ -128,10 +122,8 @@ class RouterClient(RequestClient):
         """Let the fleet serve these publications, each by some generator, and no others; most serve the newest.
 
         Returns when `version` (default: the newest) is served, and no generator is on its way to it. If a later call
-        does not want it any more, that call's newest version counts instead.
-
-        Raises:
-            WeightsError: no generator serves it, and none will; names every generator and the reason.
+        does not want it any more, that call's newest version counts instead. Raises WeightsError: no generator serves
+        it, and none will; names every generator and the reason.
         """
         self._wanted = wanted
         newest = max(publication.version for publication in wanted)

@@ -57,11 +57,7 @@ class CallQueue:
         self._turns: dict[int, asyncio.Future[None]] = {}
 
     async def run(self, sequence: int, work: Callable[[], T]) -> T:
-        """Run `work` after all calls with a smaller number and return its result.
-
-        Raises:
-            TrainingError: the number was used before.
-        """
+        """Run `work` after all calls with a smaller number. Raises TrainingError: the number was used before."""
         if sequence < self._next or sequence in self._turns:
             raise TrainingError(
                 f"trainer rank {self._rank} got call {sequence} again (next is {self._next}); calls are numbered once"
@@ -133,12 +129,8 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def setup(self, incarnation: int, published: tuple[Publication, ...], rendezvous: str) -> int:
-        """Build the model, load its weights, make the optimizer. Returns this process's id.
-
-        Args:
-            published: what the ranks before these left live.
-            rendezvous: what rank 0 has opened.
-        """
+        """Build the model, load its weights, make the optimizer. Returns this process's id. `published`: what the ranks
+        before these left live. `rendezvous`: what rank 0 has opened."""
         os.environ[RENDEZVOUS] = rendezvous
         # Imported here: the controller imports this module and has no use for torch.
         import torch
@@ -176,10 +168,7 @@ class PolicyTrainer(ConnectedActor):
 
     @endpoint
     async def set_peers(self, sequence: int, stores: dict[str, tuple[str, Any]]) -> None:
-        """
-        Args:
-            stores: by name, the host of a store and the handle of its rollout worker.
-        """
+        """`stores`: by name, the host of a store and the handle of its rollout worker."""
         from titan_rl.actors.sample_stores import AnyHostSource
 
         here = os.environ.get(HOST)

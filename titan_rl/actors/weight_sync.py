@@ -111,11 +111,8 @@ class WeightSync:
         return FleetPull(version=version, reports=reports, failures=failures)
 
     async def wake_up(self, name: str) -> PullReport:
-        """Let a sleeping generator pull and serve again. Raises also the error of its pull.
-
-        Raises:
-            GeneratorNotServing: it is not asleep, or no weights were published yet.
-        """
+        """Let a sleeping generator pull and serve again. Raises the error of its pull; GeneratorNotServing: it is not
+        asleep, or no weights were published yet."""
         if not self.plan.wanted:
             raise GeneratorNotServing(f"{name} cannot be woken: there are no weights to pull yet")
         self._fleet[name].wake()

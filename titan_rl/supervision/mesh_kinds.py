@@ -134,7 +134,7 @@ class MeshKind:
 
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         """As its client takes them."""
-        return {}
+        return {kind.value: self.table.handle(kind) for kind in self.calls}
 
     async def announce(self, mesh: ManagedMesh) -> None:
         """It came up while others were. Its handle is not all that they have to know."""
@@ -263,9 +263,6 @@ class GatewayKind(MeshKind):
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
         return {**super().arguments(mesh), "gateway": self.table.gateway}
 
-    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {"router": self.table.handle("router")}
-
 
 class RolloutKind(MeshKind):
     actor = RolloutWorker
@@ -278,9 +275,6 @@ class RolloutKind(MeshKind):
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
         return {**super().arguments(mesh), "mesh": mesh.name, "imports": self.table.imports}
-
-    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {"router": self.table.handle("router"), "gateway": self.table.handle("gateway")}
 
 
 KINDS: dict[Kind, type[MeshKind]] = {
