@@ -218,11 +218,9 @@ class AttachedHost(Host):
     """A host with a worker, which listens at ADDRESS:PORT.
 
     Args:
-        stage: of the fork server, depending on the host.
         log_directory: of the run, which it names; empty: logs are not shipped.
         spans: whether timelines are shipped with them.
         controller: address and port at which the controller listens.
-        silent_seconds: `placement.host_seconds`.
         on_lost: called once, when the host is lost.
     """
 
@@ -249,12 +247,8 @@ class AttachedHost(Host):
         self._pulses: asyncio.Task[None] | None = None
 
     async def attach(self) -> None:
-        """Take the host into the run.
-
-        Raises:
-            HostLost: nobody answers there.
-            ConfigError: it has another Python or other packages than this host.
-        """
+        """Take the host into the run. Raises HostLost: nobody answers there; ConfigError: it has another Python or
+        other packages than this host."""
         address, silent = await self._reach(), self._silent_seconds
         there = [f"{transport()}://{address}:{self._worker.rpartition(':')[2]}"]
         self._mesh = attach_to_workers(ca="trust_all_connections", workers=there)

@@ -187,12 +187,8 @@ class Dispatcher:
         return whole and self.ended(attempt_id) is not None
 
     def completed(self, attempt_id: str, completion: Completion, now: float) -> Completion | None:
-        """An attempt ended with these tokens.
-
-        Returns:
-            The whole completion, under the caller's id. None if the request needs another attempt (it waits for
-            `reconsider`), or if the attempt is not live (a late answer).
-        """
+        """An attempt ended with these tokens. Returns the whole completion, under the caller's id; None if the request
+        needs another attempt (it waits for `reconsider`), or if the attempt is not live (a late answer)."""
         request = self._release(attempt_id)
         if request is None:
             return None
@@ -207,12 +203,8 @@ class Dispatcher:
         return None
 
     def shown(self, piece: Piece) -> Piece | None:
-        """An attempt has sampled a piece.
-
-        Returns:
-            The piece under the caller's id, to be shown. None if the attempt is not live, or if `resume` is on and
-            tokens before the piece are missing, so that it could not be kept.
-        """
+        """An attempt has sampled a piece. Returns it under the caller's id, to be shown; None if the attempt is not
+        live, or if `resume` is on and tokens before the piece are missing, so that it could not be kept."""
         request = self._attempts.get(piece.request_id)
         if request is None:
             return None
@@ -235,12 +227,9 @@ class Dispatcher:
 
     def lost(self, attempt_id: str, now: float, died: str = "") -> Completion | None:
         """The attempt ended without an answer. Its tokens are lost, except those that the caller was shown. `died`: why
-        its generator died; empty: the generator lives but serves nothing now.
-
-        Returns:
-            The tokens so far, if the request was given up or its last token was shown. If not, None: the request waits
-            for another attempt, or has failed because more than `request_retries` generators died under it.
-        """
+        its generator died; empty: the generator lives but serves nothing now. Returns the tokens so far, if the request
+        was given up or its last token was shown. If not, None: the request waits for another attempt, or has failed
+        because more than `request_retries` generators died under it."""
         request = self._attempts.get(attempt_id)
         if request is None:
             return None
@@ -264,12 +253,8 @@ class Dispatcher:
         return None
 
     def abort(self, request_id: str) -> Assignment | Completion | None:
-        """The caller gives up.
-
-        Returns:
-            The live attempt to abort, whose answer will be the last; or the final completion if it was waiting; None
-            if the id is unknown.
-        """
+        """The caller gives up. Returns the live attempt to abort, whose answer will be the last; or, if it was waiting,
+        the final completion; None if the id is unknown."""
         request = self._requests.get(request_id)
         if request is None:
             return None

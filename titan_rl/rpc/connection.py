@@ -79,12 +79,7 @@ def endpoint(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> R
 
 
 async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
-    """The result of a call of Monarch's own, with the errors of `Connection.call`.
-
-    Args:
-        what: the mesh and the endpoint, for the error.
-        seconds: bound on the answer; None for a call that stays open and is itself a failure channel.
-    """
+    """The result of a call of Monarch's own, with the errors of `Connection.call`. `what`: mesh and endpoint."""
     try:
         async with asyncio.timeout(seconds):
             return await call

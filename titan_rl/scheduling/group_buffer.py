@@ -210,20 +210,15 @@ class GroupBuffer:
         return self._move(group_id, GroupState.FINISHED, GroupState.RUNNING, oldest=oldest)
 
     def lost(self, group_id: int) -> Group:
-        """The group's samples are lost: play it again. It keeps its id and its slot.
-
-        If it was TAKEN, the batch is given up and its other groups are FINISHED again.
-        """
+        """The group's samples are lost: play it again. It keeps its id and its slot. If it was TAKEN, the batch is
+        given up and its other groups are FINISHED again."""
         group = self._active(group_id, GroupState.RUNNING, GroupState.FINISHED, GroupState.TAKEN)
         self._give_batch_up(group)
         self._waiting[group_id] = None
         return self._move(group_id, GroupState.WAITING, attempt=group.attempt + 1, oldest=None)
 
     def drop(self, group_id: int, outcome: Outcome) -> None:
-        """The group is not trained: it is FILTERED, or FAILED. Its slot is free.
-
-        If it was TAKEN, the batch is given up and its other groups are FINISHED again.
-        """
+        """The group is not trained: it is FILTERED, or FAILED. Its slot is free. A batch is given up as by `lost`."""
         group = self._active(group_id)
         self._end(group_id, trainable=False)
         self._give_batch_up(group)

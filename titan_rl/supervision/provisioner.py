@@ -60,8 +60,7 @@ def listen_for(where: PlacementConfig) -> tuple[str, int]:
     """Let Monarch listen for other hosts, on `placement.address` or the interface that leads to the first of them.
     Returns this address, empty if there will be none, and a port of it that is open as long as this process lives:
     nobody is let in. Call it before any other call of Monarch's. Raises ConfigError: see `transport`; or the first
-    one's name is not known, no network leads there, or the address is none of this host's.
-    """
+    one's name is not known, no network leads there, or the address is none of this host's."""
     if not where.several_hosts:
         return "", 0
     scheme, address = transport(where.untrusted()), where.address or address_towards(where.hosts[0])
@@ -187,17 +186,13 @@ class Provisioner:
         on_lost: Callable[[Host], None] = lambda host: None,
         check: Callable[[Host], Awaitable[None]] | None = None,
     ) -> None:
-        """Take hosts into the run: all of them, or none.
+        """Take hosts into the run: all of them, or none. Raises HostLost: one does not answer; ConfigError: one does
+        not fit to the others.
 
         Args:
             workers: ADDRESS:PORT of each, by the name that it gets.
-            silent_seconds: a host that answers nothing for so long is lost.
             on_lost: told of a host that is lost, before the loss of each of its meshes is reported.
             check: raises if a host that answers is not fit to be taken.
-
-        Raises:
-            HostLost: one does not answer.
-            ConfigError: one does not fit to the others.
         """
 
         def lost(host: Host) -> None:

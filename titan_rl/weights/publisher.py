@@ -63,14 +63,10 @@ class SharedMemoryPublisher:
 
     Args:
         channel: names the policy among those that are published; a plain word.
-        rank: of this process in `group`.
-        group: the trainer's ranks; its backend must take CPU tensors. None: one rank.
+        rank: of this process in `group`, which is as in `Ranks`.
         max_live: publications that may exist at once; room for that many is kept.
         hosts: of every rank, by rank, where there are several; the first rank of a host makes and removes its files.
         directory: of the files, on every host.
-
-    Raises:
-        ConfigError: a channel that is no plain word.
     """
 
     def __init__(
@@ -107,7 +103,6 @@ class SharedMemoryPublisher:
         """Store this rank's shards in a free slot, cast to `dtype`. Collective.
 
         Args:
-            version: of these weights; not live yet.
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
             aliases: `(name, name of a shard)` of tensors that share another's bytes.

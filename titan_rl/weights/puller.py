@@ -31,11 +31,8 @@ _NAMED = 6
 
 
 class SharedMemoryReader:
-    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread.
-
-    Args:
-        page_lock: see `map_tensor`.
-    """
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread. `page_lock`: see
+    `map_tensor`."""
 
     def __init__(self, *, page_lock: bool = True) -> None:
         self._page_lock = page_lock
@@ -85,21 +82,13 @@ def save_publication(publication: Publication, directory: Path) -> None:
 
 
 def verify(publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:
-    """Compare what the engine serves with the manifest. Collective over `group`.
+    """Compare what the engine serves with the manifest. Collective over `group`, as in `Ranks`. Returns the combined
+    fingerprint of the version: the same for every generator that serves it. Raises WeightsError on every rank, naming
+    the version and the tensors: missing, extra, of another dtype or shape, or not what was published.
 
-    Args:
-        publication: what was loaded.
-        served: this rank's views of the weights that its engine computes with, aliases under their own names.
-            They are summed over the ranks. A tensor of which ranks hold replicas, each element as often as the others,
-            must sum to as many times its fingerprint.
-        group: the engine's ranks, with a backend that takes CPU tensors. None: one rank.
-
-    Returns:
-        The combined fingerprint of the version, unsigned 64-bit: the same for every generator that serves it.
-
-    Raises:
-        WeightsError: on every rank, naming the version and the tensors: missing, extra, of another dtype or shape,
-            or not what was published.
+    `served`: this rank's views of the weights that its engine computes with, aliases under their own names. They are
+    summed over the ranks. A tensor of which ranks hold replicas, each element as often as the others, must sum to as
+    many times its fingerprint.
     """
     ranks = Ranks(group)
     expected = _expected(publication.manifest)
