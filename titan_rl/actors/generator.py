@@ -146,7 +146,7 @@ class Generator(RequestServer):
                     lambda: relay.ranks[0].call(None, WeightRelay.bring, publication, again=again)
                 )
             except ActorGone as gone:  # which a caller would take for the end of this generator
-                raise WeightsError(f"{publication.channel} {publication.version} did not come: {gone}") from gone
+                raise WeightsError(f"{publication} did not come: {gone}") from gone
         seconds = time.monotonic() - asked_at
         try:
             report = await self._outcome(pull())

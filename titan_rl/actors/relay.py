@@ -75,10 +75,6 @@ class _Slot:
     bringing: asyncio.Task[None] | None = None
 
     @property
-    def name(self) -> str:
-        return f"{self.publication.channel} {self.publication.version}"
-
-    @property
     def chunk_bytes(self) -> int:
         return _chunk_bytes(self.publication.manifest.nbytes)
 
@@ -140,7 +136,7 @@ class WeightRelay(ConnectedActor):
         task = self._transfer(slot, again=again)
         await asyncio.wait({task})
         if task.cancelled():
-            raise WeightsError(f"{slot.name} is gone")
+            raise WeightsError(f"{publication} is gone")
         task.result()
 
     @endpoint
@@ -168,9 +164,8 @@ class WeightRelay(ConnectedActor):
                 if before.publication == publication:
                     return before
                 if before.publication.serial > publication.serial:
-                    name = f"{publication.channel} {publication.version}"
-                    raise WeightsError(f"{name} is gone: on {self._host} {before.name} has its place")
-                before.fail(WeightsError(f"{before.name} is gone: a later publication has its place"))
+                    raise WeightsError(f"{publication} is gone: on {self._host} {before.publication} has its place")
+                before.fail(WeightsError(f"{before.publication} is gone: a later publication has its place"))
                 if before.bringing is not None:
                     before.bringing.cancel()
             slot = await asyncio.to_thread(self._prepare, publication, before)
@@ -185,8 +180,7 @@ class WeightRelay(ConnectedActor):
     def _prepare(self, publication: Publication, before: _Slot | None) -> _Slot:
         """Memory for a publication, that of the one before it if it can be. In a thread, because Monarch does not
         register memory in an event loop."""
-        name, nbytes = f"{publication.channel} {publication.version}", publication.manifest.nbytes
-        file = segment_at(publication.location)
+        nbytes, file = publication.manifest.nbytes, segment_at(publication.location)
         if self._host not in publication.hosts:
             if before is not None and _is_at(before.file, before.identity) and len(before.memory) >= nbytes:
                 file = before.file
@@ -199,9 +193,9 @@ class WeightRelay(ConnectedActor):
             try:
                 memory, identity = map_segment(file)
             except FileNotFoundError as error:
-                raise WeightsError(f"{name} is gone: there is no {file}") from error
+                raise WeightsError(f"{publication} is gone: there is no {file}") from error
         if len(memory) < nbytes:
-            raise WeightsError(f"{name}: {file} holds {len(memory)} bytes, its manifest says {nbytes}")
+            raise WeightsError(f"{publication}: {file} holds {len(memory)} bytes, its manifest says {nbytes}")
         slot = _Slot(publication, next(self._tokens), file, identity, memory, [], [])
         if before is not None and memory is before.memory and nbytes == before.publication.manifest.nbytes:
             slot.handles = before.handles
@@ -229,7 +223,7 @@ class WeightRelay(ConnectedActor):
         try:
             sources = [host for host in slot.publication.hosts if host in self._relays]
             if not sources:
-                raise WeightsError(f"{slot.name} is on no host that is left")
+                raise WeightsError(f"{slot.publication} is on no host that is left")
             holders = sources if again else list(dict.fromkeys((self._parent(sources), *sources)))
             await self._fetch_from_any(slot, holders)
             if slot.file != (final := segment_at(slot.publication.location)):
@@ -254,8 +248,8 @@ class WeightRelay(ConnectedActor):
             except Exception as error:  # whatever is raised about a process that is gone
                 causes = error.exceptions if isinstance(error, ExceptionGroup) else [error]
                 reasons.append(f"{holder}: {type(causes[0]).__name__}: {str(causes[0]).partition(chr(10))[0]}")
-                _log.warning("%s does not come from %s", slot.name, reasons[-1])
-        raise WeightsError(f"{slot.name} did not come to {self._host}: {'; '.join(reasons)}")
+                _log.warning("%s does not come from %s", slot.publication, reasons[-1])
+        raise WeightsError(f"{slot.publication} did not come to {self._host}: {'; '.join(reasons)}")
 
     async def _fetch(self, slot: _Slot, holder: str) -> None:
         """Fetch what is missing from this host, some chunks at a time."""

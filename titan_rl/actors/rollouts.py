@@ -68,14 +68,6 @@ class RolloutWorkerClient(MeshClient):
         self._rollouts = rollouts
         self._releases: set[asyncio.Task[Any]] = set()
 
-    def replace(self, actors: Sequence[Any]) -> None:
-        self._on_lost("it was replaced")
-        super().replace(actors)
-
-    def lose(self, reason: str) -> None:
-        super().lose(reason)
-        self._on_lost(reason)
-
     async def run_group(self, request: GroupRequest) -> GroupReport:
         call = self.ranks[0].call(None, RolloutWorker.run_group, request)
         play = self.playing[request.key] = asyncio.get_running_loop().create_task(call)

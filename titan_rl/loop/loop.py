@@ -62,12 +62,8 @@ class TrainingLoop:
         on_start: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            checkpoints: writes them; None: nobody does.
-            ledger: of the checkpoint in the directory `restore_from`, where the run goes on; None: it begins.
-            on_start: called when the trainer has the weights from which the run begins or goes on.
-        """
+        """`checkpoints`: writes them; None: nobody does. `ledger`: of the checkpoint in the directory `restore_from`,
+        where the run goes on. `on_start`: called when the trainer has the weights from which it begins or goes on."""
         config = system.config
         self._system = system
         self._display = display
@@ -183,14 +179,11 @@ class TrainingLoop:
             if EVALUATED in holders:
                 if not self._schedule.is_evaluated(version):
                     await self._versions.serve(version, alone=True)
-                    await self._evaluate_watched(version)
+                    async with asyncio.TaskGroup() as tasks:
+                        watch = tasks.create_task(self._versions.watch())
+                        await self._evaluate(version)
+                        watch.cancel()
                 await self._publications.release(version, EVALUATED)
-
-    async def _evaluate_watched(self, version: PolicyVersion) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._versions.watch())
-            await self._evaluate(version)
-            watch.cancel()
 
     # The tasks.
 

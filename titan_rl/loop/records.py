@@ -48,12 +48,7 @@ class RunSummary:
 
 
 class StepRecords:
-    """Collects and writes.
-
-    Args:
-        summary: of the steps so far, for those to come to be added.
-        limits: of the run's schedule.
-    """
+    """Collects and writes. `summary`: of the steps so far, for those to come to be added."""
 
     def __init__(
         self,

@@ -290,11 +290,6 @@ class RequestClient(MeshClient):
         hears of it with the next requests: a message of its own costs 0.7 ms over all processes that it wakes."""
         self._over += session_ids
 
-    def lose(self, reason: str) -> None:
-        """The server is gone: open requests fail, and so do later ones until `replace`."""
-        self._fail(list(self._open), ActorGone(reason))
-        super().lose(reason)
-
     async def disconnect(self) -> None:
         """Disconnect. Open requests fail, and the server stops them."""
         self._send_tick()

@@ -305,26 +305,24 @@ def plan(
             return
         chosen = [host for host in found for _ in range(len(positions) // len(found))]
         indices = tuple(room.take(host, computes=kind.computes) for host in chosen)
-        seen = [",".join(map(str, indices))] * len(indices) if kind is Kind.GENERATOR else list(map(str, indices))
-        env = tuple(
-            {
-                **common,
-                **(
-                    {
-                        name: prefix + (room.hosts[host].interface if len(found) > 1 else "lo")
-                        for name, prefix in _INTERFACE.items()
-                    }
-                    if kind.computes
-                    else {}
-                ),
-                **(_trainer_threads(room.hosts[host], device) if kind is Kind.TRAINER else {}),
-                **variables,
-                "CUDA_VISIBLE_DEVICES": "" if index is None else devices_seen,
-            }
-            for host, index, devices_seen in zip(chosen, indices, seen, strict=True)
-        )
+
+        def environment(host: str, device_index: int | None) -> dict[str, str]:
+            seen = indices if kind is Kind.GENERATOR else (device_index,)
+            env = {**common, "CUDA_VISIBLE_DEVICES": "" if device_index is None else ",".join(map(str, seen))}
+            if kind.computes:
+                interface = room.hosts[host].interface if len(found) > 1 else "lo"
+                env |= {name: prefix + interface for name, prefix in _INTERFACE.items()}
+            if kind is Kind.TRAINER:
+                env |= _trainer_threads(room.hosts[host], device)
+            return env | variables
+
         meshes[name] = MeshPlan(
-            kind=kind, name=name, hosts=tuple(chosen), env=env, devices=indices, positions=tuple(positions)
+            kind=kind,
+            name=name,
+            hosts=tuple(chosen),
+            env=tuple(map(environment, chosen, indices)),
+            devices=indices,
+            positions=tuple(positions),
         )
 
     for relayed in room.hosts if len(hosts) > 1 or "relay0" in stay else ():  # generators go on asking it

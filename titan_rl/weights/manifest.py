@@ -114,6 +114,9 @@ class Publication:
     serial: int = 0
     """Of two publications at one location, the one with the larger number was made later."""
 
+    def __str__(self) -> str:
+        return f"{self.channel} {self.version}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullReport:

@@ -56,11 +56,10 @@ class SharedMemoryReader:
                 self._mapped = {name: kept for name, kept in self._mapped.items() if name.exists()}
                 content, identity = self._mapped[path] = map_tensor(path, page_lock=self._page_lock)
         except FileNotFoundError as error:
-            raise WeightsError(f"{publication.channel} {publication.version} is gone: there is no {path}") from error
+            raise WeightsError(f"{publication} is gone: there is no {path}") from error
         if content.numel() < publication.manifest.nbytes:
             raise WeightsError(
-                f"{publication.channel} {publication.version}: {path} holds {content.numel()} bytes, "
-                f"its manifest says {publication.manifest.nbytes}"
+                f"{publication}: {path} holds {content.numel()} bytes, its manifest says {publication.manifest.nbytes}"
             )
         return content
 
@@ -73,7 +72,7 @@ def save_publication(publication: Publication, directory: Path) -> None:
     expected = _expected(publication.manifest)
     for name, tensor in tensors.items():
         if shard_fingerprint(tensor, tensor.shape, (0,) * tensor.ndim) != expected[name].fingerprint:
-            raise WeightsError(f"{publication.channel} {publication.version}: {name} is not what was published")
+            raise WeightsError(f"{publication}: {name} is not what was published")
     try:
         directory.mkdir(parents=True)
         save_file(tensors, file)
@@ -92,7 +91,7 @@ def verify(publication: Publication, served: Iterable[TensorShard], group: Proce
     """
     ranks = Ranks(group)
     expected = _expected(publication.manifest)
-    what = f"{publication.channel} {publication.version} is not what the engine computes with"
+    what = f"{publication} is not what the engine computes with"
     mine, problems = ranks.together(what, lambda: _look(expected, served))
     sums = torch.tensor([*mine, len(problems)], dtype=torch.int64)
     ranks.add(sums)
