@@ -39,7 +39,7 @@ class Gateway(ConnectedActor):
     def __init__(self, config: RunConfig, gateway: GatewayConfig, *, model_path: str) -> None:
         self._config, self._gateway = config, gateway
         self._model_path = model_path
-        self._fleet: RouterClient | None = None
+        self._fleet = RouterClient(seconds=STATUS_SECONDS, who="gateway", replaced_within=None)
         self._server: GatewayServer | None = None
 
     @endpoint
@@ -59,21 +59,20 @@ class Gateway(ConnectedActor):
         renderer = make_renderer(config.rollout.renderer, self._model_path, config.rollout.renderer_kwargs)
         max_model_len = config.generator.max_model_len
         policy = ServedPolicy(name=listens.model, renderer=renderer, max_model_len=max_model_len)
-        self._fleet = fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway", replaced_within=None)
-        timeline.follow(lambda: "generators" if fleet.waits else "programs")
+        self._fleet.replace([router])
+        timeline.follow(lambda: "generators" if self._fleet.waits else "programs")
         try:
-            self._server = GatewayServer(listens, fleet, policy, run_seed=config.seed)
+            self._server = GatewayServer(listens, self._fleet, policy, run_seed=config.seed)
         except ConfigError:
             if not (port and listens.rollout_keys):
                 raise
-            self._server = GatewayServer(replace(listens, port=0), fleet, policy, run_seed=config.seed)
+            self._server = GatewayServer(replace(listens, port=0), self._fleet, policy, run_seed=config.seed)
         return os.getpid(), self._server.url
 
     @endpoint
     async def set_peers(self, router: Any) -> None:
         """Open requests are sent again to this router."""
-        if self._fleet is not None:
-            self._fleet.replace([router])
+        self._fleet.replace([router])
 
     @endpoint
     async def serve(self) -> None:
@@ -94,8 +93,7 @@ class Gateway(ConnectedActor):
     @endpoint
     async def close_rollout(self, session_id: str) -> Trajectory:
         trajectory = await self._rollout_keys().close(session_id)
-        if self._fleet is not None:
-            self._fleet.end_sessions([session_id])
+        self._fleet.end_sessions([session_id])
         return trajectory
 
     @endpoint
@@ -103,8 +101,7 @@ class Gateway(ConnectedActor):
         """Refuse new calls, end all rollouts and abort open calls; their clients get an error."""
         if self._server is not None:
             await self._server.close()
-        if self._fleet is not None:
-            await self._fleet.disconnect()
+        await self._fleet.disconnect()
 
     def _rollout_keys(self) -> RolloutKeys:
         if self._server is None or not self._gateway.rollout_keys:

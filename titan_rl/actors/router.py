@@ -42,12 +42,8 @@ class GeneratorRouter(RequestServer):
         serving: int | None = None,
         awaited: Collection[str] = (),
     ) -> None:
-        """
-        Args:
-            generators: name → handle of rank 0 of that generator. They may have served another router before.
-            serving: generators in service; the others are spares. None: all are.
-            awaited: names of further ones that are being replaced and will join.
-        """
+        """`generators`: rank 0 of each, by name; they may have served another router before. `serving`: so many are in
+        service, and the others are spares; None: all. `awaited`: names of further ones that will join."""
         super().__init__()
         self.config = config
         self._strategy = build_strategy(config)

@@ -77,7 +77,7 @@ class HostControl:
         self._supervisor.say(host.lost)
         if host.name in self.workers and host.name not in self._awaited:
             self._awaited.add(host.name)
-            self._supervisor.work(self._rejoin(host.name, self.workers[host.name]))
+            self._supervisor.run_end.work(self._rejoin(host.name, self.workers[host.name]))
 
     async def _rejoin(self, name: str, worker: str) -> None:
         """Take a lost host back when its worker answers again, unless somebody removes it. What had no room without it

@@ -126,7 +126,9 @@ class StepRecords:
         rollouts = [rollout for report in [*reports, *failed] for rollout in report.rollouts]
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
-        late = [rollout.sampled_tokens for rollout in rollouts if rollout.stop_reason is StopReason.TIMEOUT]
+        late, timeouts = [each.sampled_tokens for each in rollouts if each.stop_reason is StopReason.TIMEOUT], {}
+        if late:
+            timeouts = {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
         ages = _ages(batch, reports)
         stats = self._mesh_stats.latest(system)
         reward = float(np.mean(rewards))
@@ -151,11 +153,7 @@ class StepRecords:
                 "environment/restarts": sum(report.restarts for report in [*reports, *failed]),
                 "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
                 **{f"rollout/stop_{reason}": share for reason, share in _shares_of_stop_reasons(rollouts).items()},
-                **(
-                    {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
-                    if late
-                    else {}
-                ),
+                **timeouts,
                 "rollout/turns_mean": float(np.mean([rollout.turn_count for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branch_count > 1),
                 "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),

@@ -165,31 +165,28 @@ class StickySession:
         self._max_sessions = max_sessions
         self._sync_wait_seconds = sync_wait_seconds
         self._fallback = LeastLoaded()
-        self._versions: dict[str, PolicyVersion] = {}  # of those that serve now
         self._paused: set[str] = set()
         self._live: dict[str, _Session] = {}
         self._idle: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         self._paused.discard(name)
-        self._versions[name] = version
         self._fallback.serves(name, version)
 
     def pauses(self, name: str) -> None:
         # otherwise it is stale, and its sessions need not wait for a retry
-        if self._versions.pop(name, None) is not None:
+        if name in self._fallback.serving:
             self._paused.add(name)
         self._fallback.pauses(name)
 
     def leaves(self, name: str) -> None:
-        self._versions.pop(name, None)
         self._paused.discard(name)
         self._fallback.leaves(name)
 
     def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
         home = None if request.session_id is None else self.generator_of(request.session_id)
         if home is not None:
-            version = self._versions.get(home)
+            version = self._fallback.serving.get(home)
             if version is not None and request.allows(version):
                 return home
             deadline = waiting_since + self._sync_wait_seconds

@@ -298,7 +298,8 @@ class RequestClient(MeshClient):
             self.abort(tuple(self._open))
             await asyncio.sleep(0)  # the abort is sent at the end of the tick
         self._fail(list(self._open), ActorFailed(f"{self.name}: the client was closed"))
-        await self.connection.close()
+        for server in self.ranks:
+            await server.close()
 
     def _tell_ended(self) -> None:
         ended, self._over = self._over, []

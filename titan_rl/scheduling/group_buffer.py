@@ -12,12 +12,8 @@ Always true, after every method:
 - a step trains exactly P groups; at most one batch is out at a time;
 - every group of a batch is at most S + ⌈(W - 1)/P⌉ steps old, and 0 at S = 0. A violation raises: it would be a bug.
 
-**Window.** The line is all groups in order of admission, without those that were filtered or failed. It begins at
-the anchor, the oldest group that is still to be trained. A batch is put together from the front: the oldest finished
-group among the first W of the line is next. So W = 1 is strict FIFO. A group that is lost keeps its place.
-
-`README.md` proves the bound, and that nobody starves. In a deterministic run admissions follow `logical_time`, with a
-proof of its own.
+`README.md` says how a batch is put together from the line, proves the bound, and that nobody starves. In a
+deterministic run admissions follow `logical_time`, with a proof of its own.
 
 Pure: the caller plays groups, trains batches and publishes versions, and says here what happened.
 """
