@@ -41,7 +41,6 @@ ENDED_BY = {
     "loop/changes.py:until": "every change of the ledger; the watchdog says who stands still",
     "loop/loop.py:run": "its tasks end, or one fails, which cancels this",
     "loop/loop.py:save": "the step, whose calls have a bound; a stopped run waits SAVE_SECONDS",
-    "loop/versions.py:publish": "a release; the watchdog names the holders",
     "loop/recording.py:_write": "a call to the workers with a bound of its own",
     "loop/recording.py:settled": "a call to the workers with a bound of its own, then the disk",
     "loop/stages.py:_shown": "a call to a worker, which ends with its process",

@@ -76,7 +76,8 @@ class _Slot:
 
     @property
     def chunk_bytes(self) -> int:
-        return _chunk_bytes(self.publication.manifest.nbytes)
+        """The same on every host."""
+        return max(LEAST_CHUNK_BYTES, -(-self.publication.manifest.nbytes // MOST_CHUNKS))
 
     def chunk(self, index: int) -> slice:
         start = index * self.chunk_bytes
@@ -288,11 +289,6 @@ class RelayClient(MeshClient):
     files of the host's owner."""
 
     actor_class = WeightRelay
-
-
-def _chunk_bytes(nbytes: int) -> int:
-    """The same on every host."""
-    return max(LEAST_CHUNK_BYTES, -(-nbytes // MOST_CHUNKS))
 
 
 def _unfinished(final: Path) -> Path:

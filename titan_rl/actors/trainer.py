@@ -54,25 +54,22 @@ class CallQueue:
         self._rank = rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._next = 0
-        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._early: dict[int, tuple[Callable[[], Any], asyncio.Future[asyncio.Future[Any]]]] = {}  # with their results
 
     async def run(self, sequence: int, work: Callable[[], T]) -> T:
         """Run `work` after all calls with a smaller number. Raises TrainingError: the number was used before."""
-        if sequence < self._next or sequence in self._turns:
+        if sequence < self._next or sequence in self._early:
             raise TrainingError(
                 f"trainer rank {self._rank} got call {sequence} again (next is {self._next}); calls are numbered once"
             )
         loop = asyncio.get_running_loop()
-        if sequence > self._next:
-            self._turns[sequence] = loop.create_future()
-            await self._turns[sequence]
-            del self._turns[sequence]
-        # Queue the work before the turn passes on: the thread runs calls in the order in which they are queued here.
-        running = loop.run_in_executor(self._thread, work)
-        self._next += 1
-        if (waiting := self._turns.get(self._next)) is not None:
-            waiting.set_result(None)
-        return await running
+        turn: asyncio.Future[asyncio.Future[T]] = loop.create_future()
+        self._early[sequence] = work, turn
+        while self._next in self._early:  # the thread runs calls in the order in which they are queued here
+            due, its_turn = self._early.pop(self._next)
+            its_turn.set_result(loop.run_in_executor(self._thread, due))
+            self._next += 1
+        return await (await turn)
 
 
 def in_order(method: Callable[Concatenate[Any, P], T]) -> RemoteMethod[Concatenate[int, P], T]:

@@ -73,7 +73,6 @@ class TrainingLoop:
         self._buffer, self._schedule, self._streak = ledger.buffer, ledger.schedule, ledger.streak
         self._reports, self._outcomes = ledger.reports, ledger.outcomes
         self._filter = make_filter(config.loop.filter)
-        self._publications = Publications(system.trainer, max_live=config.weights_settings().max_live)
         self._watchdog = Watchdog(seconds=config.loop.watchdog_seconds, clock=clock)
         self._recorder = recorder or Recorder(system.rollouts)
         self.records = StepRecords(
@@ -81,6 +80,7 @@ class TrainingLoop:
         )
         self._activity = Activities(display, self.records.phases, self._watchdog, timeline, clock=clock)
         changes = self._changes = Changes(display, self._activity)
+        self._publications = Publications(system.trainer, changes, max_live=config.weights_settings().max_live)
         self._versions = ServedVersions(self._buffer, self._publications, system.router, changes)
         self._lost = LostGroups(ledger, system.rollouts, changes)
         self._exact = self._buffer.limits.exact_versions
@@ -323,7 +323,7 @@ class TrainingLoop:
         second thread would save nothing: its 0.5–2 % of a step would come from the cores that the step computes with.
         """
         before = self._publications.newest
-        version = (await self._publications.publish(SERVED, self._activity)).version
+        version = (await self._publications.publish(SERVED)).version
         if self._exact and not first:
             return self._published(version)
         pull = await self._versions.serve_newest(version, alone=first)

@@ -20,7 +20,6 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.errors import RollbackNeeded, WeightsError
 from titan_rl.loop.changes import Changes
-from titan_rl.metrics.activity import Activities
 from titan_rl.scheduling.group import Group
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
@@ -38,12 +37,12 @@ is not going to go away, and the run ends."""
 class Publications:
     """The policy's publications. Belongs to one event loop."""
 
-    def __init__(self, trainer: TrainerClient, *, max_live: int) -> None:
+    def __init__(self, trainer: TrainerClient, changes: Changes, *, max_live: int) -> None:
         self._trainer = trainer
+        self._changes = changes
         self._max_live = max_live
         self._live: dict[PolicyVersion, Publication] = {}
         self._holders: dict[PolicyVersion, set[str]] = {}
-        self._freed = asyncio.Event()
         self._pushing: set[asyncio.Future[Publication]] = set()
 
     def __getitem__(self, version: PolicyVersion) -> Publication:
@@ -71,14 +70,10 @@ class Publications:
         held = (f"{version} by {', '.join(sorted(holders))}" for version, holders in self._holders.items() if holders)
         return f"a place for one more publication (weights.max_live is {self._max_live}); held: {'; '.join(held)}"
 
-    async def publish(self, holder: str, activity: Activities) -> Publication:
+    async def publish(self, holder: str) -> Publication:
         """Publish the trainer's current weights, held by `holder`. Waits for a free slot."""
-        if self.waits_for():
-            with activity("publisher", waits_for=self.waits_for):
-                while self.waits_for():
-                    self._freed.clear()
-                    await self._freed.wait()
-        with activity("publish"):
+        await self._changes.until("publisher", self.waits_for, lambda: not self.waits_for())
+        with self._changes.activity("publish"):
             return await self._push({holder})
 
     async def publish_again(self, directory: Path, version: PolicyVersion, holders: set[str]) -> Publication:
@@ -137,7 +132,7 @@ class Publications:
         publication = self._live.pop(version)
         del self._holders[version]
         await self._trainer.release(publication)
-        self._freed.set()
+        self._changes.notify()
 
 
 class ServedVersions:
