@@ -173,10 +173,6 @@ class RequestServer(ConnectedActor):
         self.stop_requests(request_ids)
 
     @endpoint
-    async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        """These conversations are over. The default does nothing."""
-
-    @endpoint
     async def client_lost(self, who: str | None) -> None:
         """The clients of this mesh are gone; None: all clients. Stop their requests. Returns when none is live."""
         request_ids = [each for each, client in self._clients.items() if who in (None, client.who)]
@@ -251,7 +247,6 @@ class RequestClient(MeshClient):
         self._who = who
         self._open: set[str] = set()  # requests that are not answered yet, aborted or not
         self._tick: list[GenerationRequest] = []  # to be sent at the end of this tick
-        self._over: list[str] = []  # sessions that the server has not heard of
 
     def answered(self, completions: Packed[Completion], failures: Failures) -> None:
         """Requests are over."""
@@ -270,7 +265,6 @@ class RequestClient(MeshClient):
         """Queue requests for this tick's message."""
         if not self._tick:
             asyncio.get_running_loop().call_soon(self._send_tick)
-        self._tell_ended()  # first: a session may begin again
         for request in requests:
             self._open.add(request.request_id)
             self._tick.append(request)
@@ -285,26 +279,15 @@ class RequestClient(MeshClient):
         self._send_tick()  # the server would ignore an abort that arrives before its request
         self.connection.tell(RequestServer.abort, request_ids)
 
-    def end_sessions(self, session_ids: Iterable[str]) -> None:
-        """These conversations are over. A sticky strategy forgets each once its live requests have ended. The server
-        hears of it with the next requests: a message of its own costs 0.7 ms over all processes that it wakes."""
-        self._over += session_ids
-
     async def disconnect(self) -> None:
         """Disconnect. Open requests fail, and the server stops them."""
         self._send_tick()
-        self._tell_ended()
         if self._open:
             self.abort(tuple(self._open))
             await asyncio.sleep(0)  # the abort is sent at the end of the tick
         self._fail(list(self._open), ActorFailed(f"{self.name}: the client was closed"))
         for server in self.ranks:
             await server.close()
-
-    def _tell_ended(self) -> None:
-        ended, self._over = self._over, []
-        if ended:
-            self.connection.tell(RequestServer.end_sessions, ended)
 
     def _send_tick(self) -> None:
         requests, self._tick = [each for each in self._tick if each.request_id in self._open], []
