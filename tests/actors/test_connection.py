@@ -173,7 +173,7 @@ async def test_errors_say_who_was_called_and_why_it_failed(connection: Connectio
         await connection.call(SECONDS, Echo.refuse)
     with pytest.raises(ActorFailed, match="^echo.break_down of rank 0 raised ValueError: seven$"):
         await connection.call(SECONDS, Echo.break_down)
-    with pytest.raises(ActorFailed, match="^Echo.interrupted was interrupted by CancelledError"):
+    with pytest.raises(ActorFailed, match="^echo.interrupted of rank 0 raised CancelledError"):
         await connection.call(SECONDS, Echo.interrupted)
     with pytest.raises(ActorFailed, match="^Echo has no endpoint hidden$"):
         await connection.call(SECONDS, Other.hidden)

@@ -68,23 +68,20 @@ class GeneratorRouter(RequestServer):
             self.run(self._accept, requests)
 
     def stop_requests(self, request_ids: Sequence[str]) -> None:
-        self.run(self._stop, request_ids)
-
-    def _stop(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            outcome = self.dispatcher.abort(request_id)
-            if isinstance(outcome, Assignment):
-                self._abort([outcome])
-            elif outcome is not None:
-                self.answer([outcome])
+            self.run(self._stop, request_id)
+
+    def _stop(self, request_id: str) -> None:
+        outcome = self.dispatcher.abort(request_id)
+        if isinstance(outcome, Assignment):
+            self._abort([outcome])
+        elif outcome is not None:
+            self.answer([outcome])
 
     @endpoint
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        self.run(self._end_sessions, session_ids)
-
-    def _end_sessions(self, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
-            self._strategy.end_session(session_id)
+            self.run(self._strategy.end_session, session_id)
 
     def _accept(self, requests: Sequence[GenerationRequest]) -> None:
         accepted: list[GenerationRequest] = []

@@ -164,23 +164,17 @@ class Host:
 class Pace:
     """How many bytes go with the next pulse: few after a late one, so that they never make a link look dead.
 
-    with pace as nbytes: await pulse(nbytes)        16 KiB, 32 KiB, … 1 MiB, late, 16 KiB, 32 KiB, …
+    16 KiB, 32 KiB, … 1 MiB, late, 16 KiB, 32 KiB, …
     """
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, seconds: float) -> None:
         """The seconds are the bound of `until_still`."""
         self._late_seconds = seconds / LOOKS / 2
-        self._clock = clock
-        self._nbytes = LEAST_BYTES
-        self._began = 0.0
+        self.nbytes = LEAST_BYTES
 
-    def __enter__(self) -> int:
-        self._began = self._clock()
-        return self._nbytes
-
-    def __exit__(self, *error: object) -> None:
-        late = self._clock() - self._began > self._late_seconds
-        self._nbytes = LEAST_BYTES if late else min(MOST_BYTES, 2 * self._nbytes)
+    def took(self, seconds: float) -> None:
+        """The last pulse, answered or not."""
+        self.nbytes = LEAST_BYTES if seconds > self._late_seconds else min(MOST_BYTES, 2 * self.nbytes)
 
 
 class ShippedLogs:
@@ -363,9 +357,11 @@ class AttachedHost(Host):
         pace = Pace(self._silent_seconds)
 
         async def pulse() -> list[Pulse]:
-            with pace as log_bytes:
-                room = self._logs is None or self._logs.has_room
-                return [await self._call(HostAgent.pulse, log_bytes if room else 0, seconds=None)]
+            began, room = time.monotonic(), self._logs is None or self._logs.has_room
+            try:
+                return [await self._call(HostAgent.pulse, pace.nbytes if room else 0, seconds=None)]
+            finally:
+                pace.took(time.monotonic() - began)
 
         try:
             await until_still(pulse, self._silent_seconds)

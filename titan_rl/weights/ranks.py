@@ -63,16 +63,13 @@ class Ranks:
         WeightsError on every rank if a part failed on any."""
         result: T
         cause: Exception | None = None
+        reason = ""
         try:
             result = work()
         except Exception as error:
-            cause = error
+            cause, reason = error, str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
         if self.any(cause is not None):
-            reasons = self.gather("" if cause is None else _reason(cause))
+            reasons = self.gather(reason)
             by_rank = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
             raise WeightsError(f"{what}: {'; '.join(by_rank) if len(reasons) > 1 else reasons[0]}") from cause
         return result
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
