@@ -35,9 +35,10 @@ from titan_rl.loop.system import System
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.connection import bounded
 from titan_rl.rpc.mesh_client import until_still
+from titan_rl.supervision.fork_stages import fork_stages
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
 from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable
-from titan_rl.supervision.placement import Kind, fork_stages
+from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import TOO_LATE, Provisioner, listen_for
 from titan_rl.supervision.run_end import RunEnd, until_either
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
