@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from titan_rl.hosts.host import LEAST_BYTES, MOST_BYTES, Pace
+from titan_rl.hosts.shipped_logs import LEAST_BYTES, MOST_BYTES, Pace
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.rpc.mesh_client import LOOKS, until_still
 

@@ -16,12 +16,10 @@ import functools
 import itertools
 import logging
 import os
-import queue
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,11 @@ from monarch.rdma import is_ibverbs_available
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
+from titan_rl.hosts.shipped_logs import MOST_BYTES, Pace, ShippedLogs
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import Connection, bounded
-from titan_rl.rpc.mesh_client import LOOKS, until_still
+from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.process import TCP_ONLY, scratch_directory
 from titan_rl.supervision.process_watch import ProcessWatch
@@ -54,9 +52,6 @@ CALL_SECONDS = 10.0
 LEASE = 3
 """An agent ends when it hears nothing for so many times `placement.host_seconds`: longer than the controller waits for
 it, so that a controller which is only slow loses no host. One whose process is gone is not waited for."""
-LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20
-"""The least takes a quarter of a second at 0.5 Mbit/s."""
-
 Ended = Callable[[str, str, int | None], None]
 """Told of the end of a process: the spawn, the process, its exit code. See `ProcessWatch`."""
 
@@ -159,53 +154,6 @@ class Host:
     async def try_rdma(self, say: Callable[[str], None]) -> None:
         """Read from its memory by RDMA, where both hosts have it: Monarch itself does not go back to TCP. If that
         fails, what is spawned there from now on uses TCP."""
-
-
-class Pace:
-    """How many bytes go with the next pulse: few after a late one, so that they never make a link look dead.
-
-    16 KiB, 32 KiB, … 1 MiB, late, 16 KiB, 32 KiB, …
-    """
-
-    def __init__(self, seconds: float) -> None:
-        """The seconds are the bound of `until_still`."""
-        self._late_seconds = seconds / LOOKS / 2
-        self.nbytes = LEAST_BYTES
-
-    def took(self, seconds: float) -> None:
-        """The last pulse, answered or not."""
-        self.nbytes = LEAST_BYTES if seconds > self._late_seconds else min(MOST_BYTES, 2 * self.nbytes)
-
-
-class ShippedLogs:
-    """Writes what agents send of their files, in a thread: a disk that stalls keeps nobody from hearing the pulse."""
-
-    def __init__(self, directory: str, on_death: Callable[[str], None]) -> None:
-        self._directory = Path(directory)
-        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
-        self._taken = self._written = 0  # bytes; each counter has one thread
-        self._thread = start_thread("shipped logs", self._write, on_death=on_death)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether more may be asked for."""
-        return self._taken - self._written < MOST_BYTES
-
-    def put(self, news: News) -> None:
-        """Never waits."""
-        self._taken += len(news.text)
-        self._news.put(news)
-
-    def close(self, seconds: float) -> None:
-        """Wait until all is written, but no longer than this."""
-        self._news.put(None)
-        self._thread.join(seconds)
-
-    def _write(self) -> None:
-        while (news := self._news.get()) is not None:
-            with suppress(OSError), open(self._directory / news.of, "ab") as log:
-                log.write(news.text)
-            self._written += len(news.text)
 
 
 class AttachedHost(Host):
