@@ -253,7 +253,6 @@ class Provisioner:
             raise ValueError(f"mesh {plan.name} is already up")
         if gone := [host for host in dict.fromkeys(plan.hosts) if host not in self.hosts]:
             raise HostLost(f"{plan.name} was placed on {', '.join(gone)}, which is lost")
-        ranks = len(plan.env)
         spawn_id = f"{plan.name}-{next(_serial)}"
         parts: list[tuple[Host, ProcMesh, int]] = []
         mesh = self._meshes[plan.name] = SpawnedProcesses(plan.name, spawn_id, parts)
@@ -269,7 +268,6 @@ class Provisioner:
             )
             parts.append((host, processes, count))
             first += count
-        assert first == ranks
         return mesh
 
     async def started(self, name: str) -> str:
@@ -318,7 +316,7 @@ class Provisioner:
 def _command(plan: MeshPlan, spawn_id: str, host: Host, first: int, count: int, point: Any) -> BootstrapCommand:
     """What a process of the mesh runs: the one at `point` among the `count` on this host, the first of which has rank
     `first`."""
-    rank, ranks = first + int(point.rank), len(plan.env)
+    rank, ranks = first + int(point.rank), plan.ranks
     device, visible = plan.devices[rank], plan.env[rank].get("CUDA_VISIBLE_DEVICES", "")
     environment: dict[str, str | None] = {
         **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable
