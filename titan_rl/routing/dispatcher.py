@@ -315,14 +315,13 @@ class Dispatcher:
         attempt = next_attempt(request)
         request.attempts += 1
         request.attempt, request.generator, request.started = attempt, choice, now
-        request.cost = estimated_cost(attempt)
         if attempt.stream_from >= 0:
             request.shown = Shown(attempt.stream_from)
         if (at := now + self._seconds - request.seconds) < self._overdue_at:
             self._overdue_at = at
         self._attempts[attempt.request_id] = request
         self._on.setdefault(choice, {})[attempt.request_id] = None
-        load = self._load[choice] = self._load[choice] + request.cost
+        load = self._load[choice] = self._load[choice] + estimated_cost(attempt)
         self._strategy.assigned(original, choice, load)
         return Assignment(choice, attempt)
 
@@ -330,9 +329,10 @@ class Dispatcher:
         request = self._attempts.pop(attempt_id, None)
         if request is None:
             return None
-        original, generator = request.original, request.generator
+        original, generator, attempt = request.original, request.generator, request.attempt
+        assert attempt is not None
         del self._on[generator][attempt_id]
-        load = self._load[generator] = self._load[generator] - request.cost
-        request.attempt, request.generator, request.cost = None, "", 0
+        load = self._load[generator] = self._load[generator] - estimated_cost(attempt)
+        request.attempt, request.generator = None, ""
         self._strategy.released(original, generator, load)
         return request
