@@ -21,8 +21,10 @@ from support.meshes import mesh_plan
 
 from titan_rl.actors.trainer import CallQueue
 from titan_rl.actors.trainer_client import TrainerClient
+from titan_rl.config import LoopConfig, PlacementConfig, RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, RollbackNeeded, TrainingError, WeightsError
+from titan_rl.generation.config import GeneratorConfig
 from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, TrainerConfig, WarmupConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
@@ -101,7 +103,7 @@ class Rank(ConnectedActor):
 
 async def test_peers_that_changed_while_the_ranks_were_replaced_are_not_overwritten_by_those_before() -> None:
     first, second = (this_proc().spawn(name, Rank) for name in ("first", "second"))
-    trainer = TrainerClient(TrainerConfig(), start_seconds=BOUND, step_seconds=BOUND)
+    trainer = TrainerClient(RunConfig(), start_seconds=BOUND)
     trainer.replace([first])
     await trainer.setup(stores={"first": "worker"})
     waiting = asyncio.create_task(trainer.set_peers(stores={"old": "worker"}))
@@ -119,7 +121,7 @@ async def test_peers_that_changed_while_the_ranks_were_replaced_are_not_overwrit
 
 async def test_no_call_reaches_ranks_before_they_are_set_up() -> None:
     first, second = (this_proc().spawn(name, Rank) for name in ("dies", "follows"))
-    trainer = TrainerClient(TrainerConfig(), start_seconds=BOUND, step_seconds=BOUND, host_seconds=0.1)
+    trainer = TrainerClient(RunConfig(), start_seconds=BOUND)
     trainer.replace([first])
     await trainer.setup()
     trainer.replace([second])  # the first died before the supervisor heard that it was set up
@@ -155,11 +157,17 @@ def batch(version: int) -> SampleBatch:
     return SampleBatch.of([sample(number) for number in range(8)])
 
 
-CONFIG = TrainerConfig(
-    data_parallel=2,
-    optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, decay_ratio=0.5),
-    kl=KLConfig(coefficient=1e-2),
-    warmup=WarmupConfig(steps=3, lr_warmup_steps=1),
+CONFIG = RunConfig(
+    trainer=TrainerConfig(
+        data_parallel=2,
+        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, decay_ratio=0.5),
+        kl=KLConfig(coefficient=1e-2),
+        warmup=WarmupConfig(steps=3, lr_warmup_steps=1),
+    ),
+    weights=WeightsConfig(max_live=3),
+    generator=GeneratorConfig(dtype="bfloat16"),
+    loop=LoopConfig(steps=10),
+    placement=PlacementConfig(step_seconds=BOUND),
 )
 
 
@@ -179,9 +187,7 @@ class Lossy:
         self._provisioner = Provisioner(
             log_directory=str(scratch), imports=(), on_fault=self._heard, stage=lambda host: stage
         )
-        self.trainer = TrainerClient(
-            CONFIG, start_seconds=BOUND, step_seconds=BOUND, on_hung=self._lost, say=self.said.append
-        )
+        self.trainer = TrainerClient(CONFIG, start_seconds=BOUND, on_hung=self._lost, say=self.said.append)
         self.trainer.replace(self._spawn())
 
     def _spawn(self) -> Any:
@@ -189,14 +195,8 @@ class Lossy:
             "trainer",
             DyingTrainer,
             CONFIG,
-            WeightsConfig(max_live=3),
             model_path=str(self.model),
-            served_dtype="bfloat16",
-            temperature=1.0,
-            total_steps=10,
             device="cpu",
-            seed=0,
-            copies=True,
         )
 
     def _heard(self, fault: ActorFailed) -> None:

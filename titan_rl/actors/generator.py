@@ -66,12 +66,8 @@ class Generator(RequestServer):
     @endpoint
     async def setup(self, rank0: Any, relay: Any = None) -> int:
         """Build the engine and start its loop; returns this process's id. Nothing is served before the first verified
-        pull.
-
-        Args:
-            rank0: handle of this generator's rank 0, where a follower reports its failure.
-            relay: handle of the `WeightRelay` of this host. None: publications are here without one.
-        """
+        pull. A follower reports its failure to rank 0. `relay`: handle of the `WeightRelay` of this host; None:
+        publications are here without one."""
         self._rank0 = Connection(rank0, what=f"{self._name}.{{}} of rank 0")
         await Generator.set_peers.answer(self, relay)
         tell = asyncio.get_running_loop().call_soon_threadsafe  # what the engine thread has to say
@@ -150,7 +146,7 @@ class Generator(RequestServer):
                     lambda: relay.ranks[0].call(None, WeightRelay.bring, publication, again=again)
                 )
             except ActorGone as gone:  # which a caller would take for the end of this generator
-                raise WeightsError(f"{publication.channel} {publication.version} did not come: {gone}") from gone
+                raise WeightsError(f"{publication} did not come: {gone}") from gone
         seconds = time.monotonic() - asked_at
         try:
             report = await self._outcome(pull())

@@ -68,14 +68,6 @@ class RolloutWorkerClient(MeshClient):
         self._rollouts = rollouts
         self._releases: set[asyncio.Task[Any]] = set()
 
-    def replace(self, actors: Sequence[Any]) -> None:
-        self._on_lost("it was replaced")
-        super().replace(actors)
-
-    def lose(self, reason: str) -> None:
-        super().lose(reason)
-        self._on_lost(reason)
-
     async def run_group(self, request: GroupRequest) -> GroupReport:
         call = self.ranks[0].call(None, RolloutWorker.run_group, request)
         play = self.playing[request.key] = asyncio.get_running_loop().create_task(call)
@@ -142,12 +134,8 @@ class Suspects:
         return group in self._losses and self._losses[group].with_worker >= SUSPECTED
 
     def lost(self, group: Hashable, *, with_worker: bool, alone: bool) -> bool:
-        """A group was lost. Returns whether it is to blame.
-
-        Args:
-            with_worker: its worker is lost too.
-            alone: its worker played no other group meanwhile.
-        """
+        """A group was lost. Returns whether it is to blame. `with_worker`: its worker is lost too. `alone`: its worker
+        played no other group meanwhile."""
         suspect = group in self
         losses = self._losses.setdefault(group, _Losses(ended_before=self._ended))
         losses.counted += (alone or self._ended > losses.ended_before) and (suspect or not with_worker)
@@ -169,11 +157,7 @@ class RolloutWorkers:
     waits for one."""
 
     def __init__(self, *, workers: int, start_seconds: float, step_seconds: float) -> None:
-        """
-        Args:
-            start_seconds: bound on `setup` and `close` of a worker.
-            step_seconds: bound on any other call.
-        """
+        """`start_seconds`: bound on `setup` and `close` of a worker; `step_seconds`: on any other call."""
         self.start_seconds = start_seconds
         self.step_seconds = step_seconds
         self.workers = [RolloutWorkerClient(f"rollout{number}", self) for number in range(workers)]
@@ -253,13 +237,9 @@ class RolloutWorkers:
         await self._all(RolloutWorker.stop_groups, dict.fromkeys(self.stores, ()))
 
     async def describe(self, chosen: Sequence[RolloutRecord], reports: Sequence[GroupReport]) -> list[RolloutRecord]:
-        """These rollouts with their texts and tokens, in their order, as far as their workers know: of training until
-        the samples are released, of an evaluation until the first call. Never raises a TitanError.
-
-        Args:
-            chosen: all of training, or all of one evaluation.
-            reports: of their groups.
-        """
+        """The chosen rollouts, all of training or all of one evaluation, with their texts and tokens, in their order,
+        as far as their workers know: of training until the samples are released, of an evaluation until the first call.
+        Never raises a TitanError. `reports`: of their groups."""
         if not chosen:
             return []
         purpose = chosen[0].purpose
@@ -288,11 +268,8 @@ class RolloutWorkers:
         return await self._all(RolloutWorker.release, {store: (ids,) for store, ids in batch.stored_ids.items()})
 
     async def take_over(self, reports: Iterable[GroupReport]) -> list[GroupReport]:
-        """Store the samples of reported groups that lie in files. The caller owns those of the returned reports.
-
-        Raises:
-            SampleError: one is missing or damaged.
-        """
+        """Store the samples of reported groups that lie in files. The caller owns those of the returned reports. Raises
+        SampleError: one is missing or damaged."""
 
         async def store(number: int, report: GroupReport) -> GroupReport:
             # here, because a worker's host need not see the files

@@ -36,7 +36,6 @@ class GroupOutcome:
     untrainable: Untrainable | None
     """Why nothing; None: something."""
     detail: str
-    solved: bool = False
     rollouts: tuple[Failed | None, ...] = ()
     """What failed of each rollout; None: nothing."""
 

@@ -50,12 +50,7 @@ class RunSummary:
 
 
 class StepRecords:
-    """Collects and writes.
-
-    Args:
-        summary: of the steps so far, for those to come to be added.
-        limits: of the run's schedule.
-    """
+    """Collects and writes. `summary`: of the steps so far, for those to come to be added."""
 
     def __init__(
         self,
@@ -136,7 +131,9 @@ class StepRecords:
         lengths = [rollout.sampled_tokens for rollout in rollouts] + filtered
         trained_lengths = [each.sampled_tokens for report in reports for each in report.rollouts if not each.error]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
-        late = [rollout.sampled_tokens for rollout in rollouts if rollout.stop_reason is StopReason.TIMEOUT]
+        late, timeouts = [each.sampled_tokens for each in rollouts if each.stop_reason is StopReason.TIMEOUT], {}
+        if late:
+            timeouts = {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
         ages = _ages(batch, reports)
         stats = self._mesh_stats.latest(system)
         reward = float(np.mean(rewards))
@@ -163,11 +160,7 @@ class StepRecords:
                 "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
                 **_shares("rollout/failed", FailureKind, [rollout.failure for rollout in rollouts]),
                 **_shares("rollout/stop", StopReason, [rollout.stop_reason for rollout in rollouts]),
-                **(
-                    {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
-                    if late
-                    else {}
-                ),
+                **timeouts,
                 "rollout/turns_mean": float(np.mean([rollout.turn_count for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branch_count > 1),
                 "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),

@@ -22,13 +22,13 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ConfigError, SamplesLost, TaskError
 from titan_rl.importing import import_name
 from titan_rl.loop.recording import choose_evaluated
+from titan_rl.loop.system import System, group_request
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group import MAX_ATTEMPTS
-from titan_rl.types import PolicyVersion
+from titan_rl.types import PolicyVersion, Purpose
 
 if TYPE_CHECKING:
-    from titan_rl.loop.system import System
     from titan_rl.metrics.activity import Activities
     from titan_rl.view.display import RunDisplay
 
@@ -81,8 +81,8 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
 
 
 def _demonstrate(system: System, step: int, attempt: int = 0) -> asyncio.Task[GroupReport]:
-    request = dataclasses.replace(system.demonstration_group(step), attempt=attempt)
-    return asyncio.create_task(system.rollouts.play(request))
+    request = group_request(system.config, Purpose.DEMONSTRATE, step, samples=system.config.trainer.warmup.batch)
+    return asyncio.create_task(system.rollouts.play(dataclasses.replace(request, attempt=attempt)))
 
 
 async def _shown(demonstrations: asyncio.Task[GroupReport]) -> SampleBatch:
