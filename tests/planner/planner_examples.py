@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed, log_normal
+from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed, read_lengths
 
 
 def seven_billion(*, devices: int, trainers: int, generators: int, **settings: Any) -> Scenario:
@@ -14,7 +14,7 @@ def seven_billion(*, devices: int, trainers: int, generators: int, **settings: A
     6 · 7e9 FLOP at 300 TFLOP/s; up to 27k tokens are sampled, as in the published runs.
     """
     defaults: dict[str, Any] = {
-        "lengths": log_normal(4000, 1.0, most=27_000, seed=1),
+        "lengths": read_lengths("lognormal:4000:1.0:27000", seed=1),
         "prompt_tokens": 512,
         "engine": EngineSpeed(
             seconds_per_step=0.010,
@@ -36,7 +36,7 @@ def seven_billion(*, devices: int, trainers: int, generators: int, **settings: A
 def small(**settings: Any) -> Scenario:
     """A run of a few hundred requests."""
     defaults: dict[str, Any] = {
-        "lengths": log_normal(60, 0.8, most=400, seed=3),
+        "lengths": read_lengths("lognormal:60:0.8:400", seed=3),
         "engine": EngineSpeed(seconds_per_step=0.01, seconds_per_sequence=0.001, max_num_seqs=8),
         "trainer": TrainerSpeed(seconds_per_step=0.5, seconds_per_publication=0.1),
         "generators": 2,

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from titan_rl.bounds import Count, CountOrZero, NotNegative, Seed
 from titan_rl.errors import ConfigError
 from titan_rl.overrides import Command, Verb, apply
-from titan_rl.planner.scenario import EngineSpeed, Lengths, Scenario, TrainerSpeed, log_normal, recorded, uniform
+from titan_rl.planner.scenario import EngineSpeed, Lengths, Scenario, TrainerSpeed, read_lengths
 from titan_rl.planner.simulation import Result, simulate
 
 COLUMNS = {
@@ -138,26 +138,6 @@ def plan(config: PlanConfig) -> list[dict[str, Any]]:
             devices = {"trainer_devices": trainers, "generator_devices": generators}
             rows.append(devices | _row(simulate(asynchronous), synchronous, colocated))
     return rows
-
-
-def read_lengths(text: str, seed: int) -> Lengths:
-    """`constant:N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SPREAD:MOST` or `file:PATH`."""
-    kind, _, rest = text.partition(":")
-    try:
-        match kind, rest.split(":"):
-            case "constant", [tokens]:
-                return uniform(int(tokens), int(tokens))
-            case "uniform", [least, most]:
-                return uniform(int(least), int(most), seed=seed)
-            case "lognormal", [mean, spread, most]:
-                return log_normal(float(mean), float(spread), most=int(most), seed=seed)
-            case "file", _:
-                return recorded(rest, seed=seed)
-    except ValueError as error:
-        raise ConfigError(f"--lengths {text}: {error}") from error
-    raise ConfigError(
-        f"--lengths {text}: expected constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST or file:PATH"
-    )
 
 
 def _scenario(config: PlanConfig, lengths: Lengths, trainers: int, generator_devices: int) -> Scenario:

@@ -23,10 +23,12 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.random import PCG64, Generator
 
 from titan_rl.bounds import Count, NotNegative, Positive
 from titan_rl.errors import ConfigError
@@ -37,43 +39,41 @@ Lengths = Callable[[int, int], list[int]]
 """Tokens of the completions of a group, by its id and their number: each at least 1."""
 
 
-def uniform(least: int, most: int, *, seed: int = 0) -> Lengths:
-    """Every length from `least` to `most` is equally likely."""
-    if not 1 <= least <= most:
-        raise ConfigError(f"lengths are at least 1 token and at most as many as that, got {least} to {most}")
-    return lambda group, samples: _chance(seed, group).integers(least, most, samples, endpoint=True).tolist()
-
-
-def log_normal(mean: float, spread: float, *, most: int, seed: int = 0) -> Lengths:
-    """Long-tailed: the logarithm has the standard deviation `spread`. Sampling stops at `most`; `mean` is before that
-    cut."""
-    if mean <= 0 or spread < 0 or most < 1:
-        raise ConfigError(
-            f"a log-normal length has a positive mean, a spread of at least 0 and room for a token, got {mean}, "
-            f"{spread}, {most}"
-        )
-    location = math.log(mean) - spread**2 / 2
+def read_lengths(text: str, seed: int = 0) -> Lengths:
+    """Of a distribution by its name, or drawn with replacement from a file of one number per line. The mean of a
+    log-normal one is before sampling stops at MOST. Raises ConfigError."""
+    kind, _, rest = text.partition(":")
+    most = math.inf
+    draw: partial[np.ndarray]
+    try:
+        match kind, rest.split(":"):
+            case "constant", [tokens]:
+                return read_lengths(f"uniform:{tokens}:{tokens}", seed)
+            case "uniform", [low, high]:
+                least = int(low)
+                draw = partial(Generator.integers, low=least, high=int(high), endpoint=True)
+            case "lognormal", [mean, spread, cut]:
+                least = most = int(cut)
+                location = math.log(float(mean)) - float(spread) ** 2 / 2
+                draw = partial(Generator.lognormal, mean=location, sigma=float(spread))
+            case "file", _:
+                known = [int(line) for line in Path(rest).read_text().split()]
+                least = min(known)
+                draw = partial(Generator.choice, a=np.array(known, np.int64))
+            case _:
+                raise ValueError("that is no distribution of lengths")
+        draw(Generator(PCG64(seed)), size=1)  # raises where the numbers make no sense
+        if least < 1:
+            raise ValueError(f"a length of {least} tokens")
+    except (OSError, ValueError) as error:
+        forms = "constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST or file:PATH, of at least 1 token"
+        raise ConfigError(f"--lengths {text}: {error}; expected {forms}") from error
 
     def lengths(group: int, samples: int) -> list[int]:
-        drawn = _chance(seed, group).lognormal(location, spread, samples)
+        drawn = draw(Generator(PCG64([seed, group])), size=samples)
         return np.clip(np.rint(drawn), 1, most).astype(int).tolist()
 
     return lengths
-
-
-def recorded(path: str | Path, *, seed: int = 0) -> Lengths:
-    """Drawn, with replacement, from the lengths in a file, one per line; raises ConfigError where it holds none."""
-    try:
-        known = np.array([int(line) for line in Path(path).read_text().split()], np.int64)  # [N]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: expected one whole number per line: {error}") from error
-    if not len(known) or known.min() < 1:
-        raise ConfigError(f"{path}: expected at least one number, each of them positive")
-    return lambda group, samples: _chance(seed, group).choice(known, samples).tolist()
-
-
-def _chance(seed: int, group_id: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64([seed, group_id]))
 
 
 @dataclass(slots=True, kw_only=True)
