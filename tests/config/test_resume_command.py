@@ -319,7 +319,8 @@ async def work(directory, run_end):
     raise HostLost("host1 does not answer")
 
 run = Path(sys.argv[1])
-sys.exit(conduct(config_of_run(run), work, lambda *_: iter(()), say=print, stopping="", directory=run))
+code, *_ = conduct(config_of_run(run), work, say=print, stopping="", directory=run)
+sys.exit(code)
 """
 
 

@@ -32,7 +32,6 @@ from titan_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from titan_rl.run.start import Options
-    from titan_rl.supervision.run_end import RunEnd
 
 BARE = "titan_rl.playing.policies:bare_recipe"
 LONGEST_TURN = 512
@@ -139,26 +138,12 @@ def run_until_signal(
     work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
     print_line: Callable[[str], None],
 ) -> int:
-    """Do work that serves weights, in a directory of its own with logs, until it ends or a signal comes; returns the
-    exit code. `work`: returns the exit code, and how it ended, in words."""
+    """`run_serving`, in a process that has loaded nothing of it so far."""
     train.remove_torchrun_variables(os.environ)
     prepare_controller()
-    from titan_rl.run.run import conduct
+    from titan_rl.run.run import run_serving
 
-    async def begin(directory: Path, run_end: RunEnd) -> tuple[int, str]:
-        options: Options = {
-            "run_end": run_end,
-            "log_directory": directory / "logs",
-            "on_mesh": lambda mesh, doing: print_line(f"{mesh}: {doing}"),
-            "say": print_line,
-        }
-        return await run_end.watch(work(directory, options))
-
-    def last_lines(how: str, directory: Path) -> Iterator[str]:
-        yield f"{verb} {how}; logs: {directory / 'logs'}"
-
-    named = replace(config, recipe=verb, logging=replace(config.logging, name=""))
-    return conduct(named, begin, last_lines, say=print_line, stopping="closing")
+    return run_serving(verb, replace(config, logging=replace(config.logging, name="")), work, print_line)
 
 
 @contextmanager
