@@ -38,7 +38,6 @@ from titan_rl.one_line import one_line
 from titan_rl.overrides import Command, Verb
 from titan_rl.view.findings import compare, findings
 from titan_rl.view.read import ListedRollout, Run, read_run, rollout_at
-from titan_rl.view.timelines import Timeline
 
 REPORT = "report.html"
 AGAIN_SECONDS = 15
@@ -120,7 +119,7 @@ def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
         "seconds": [_curve(run.seconds) for run in runs],
         "ages": [_ages(run) for run in runs],
         "lengths": _lengths(runs),
-        "timelines": [[_window(timeline) for timeline in run.timelines] for run in runs],
+        "timelines": [[asdict(each) for each in run.timelines] for run in runs],
         "settings": _settings(runs),
         "rollouts": {"shown": shown, "recorded": sum(run.recorded for run in runs)},
     }
@@ -180,27 +179,6 @@ def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
         counts = Counter(length // width for length in each)
         shares.append([_short(counts[at] / len(each)) for at in range(bins)] if each else [])
     return {"width": width, "shares": shares, "rollouts": [len(each) for each in lengths]}
-
-
-def _window(timeline: Timeline) -> dict[str, Any]:
-    lanes = [
-        {
-            "mesh": lane.mesh,
-            "ranks": lane.ranks,
-            "idle": _short(lane.account.idle if lane.account else None),
-            "kinds": [
-                {
-                    "name": name,
-                    "waits_for": waits_for,
-                    "share": _short(sum(shares) / len(shares)),
-                    "shares": [round(share, 3) for share in shares],
-                }
-                for (name, waits_for), shares in lane.shares.items()
-            ],
-        }
-        for lane in timeline.lanes
-    ]
-    return {"window": timeline.window, "start": timeline.start, "seconds": timeline.seconds, "lanes": lanes}
 
 
 def _settings(runs: Sequence[Run]) -> list[list[Any]]:

@@ -152,16 +152,25 @@ class Account:
         return sum(self.waits.values())
 
 
-Kind = tuple[str, str]
-"""Name of the work and "", or "" and for whom it waits."""
+@dataclass(frozen=True, slots=True)
+class LaneKind:
+    """One kind of work of a lane, or one kind of wait."""
+
+    name: str
+    """Of the work; empty: it is a wait."""
+    waits_for: str
+    share: float
+    """Of the whole window."""
+    shares: list[float]
+    """[BINS]"""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     mesh: str
     ranks: int
-    shares: dict[Kind, list[float]] = field(default_factory=dict)
-    """[BINS] each."""
+    kinds: list[LaneKind] = field(default_factory=list)
+    """Work first, the longest of each first."""
     account: Account | None = None
     """How it spent the steps; None: there are none."""
 
@@ -276,8 +285,8 @@ def read_timelines(run: Path) -> list[Timeline]:
 
 def _lane(mesh: str, processes: Sequence[Process], edges: np.ndarray, account: Account | None) -> Lane:
     ranks = len({process.rank for process in processes})
-    pieces: dict[Kind, list[tuple[float, float]]] = {}
-    shares: dict[Kind, np.ndarray] = {}
+    pieces: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    shares: dict[tuple[str, str], np.ndarray] = {}
     for process in processes:
         pieces.clear()
         for span in process.main:
@@ -289,4 +298,6 @@ def _lane(mesh: str, processes: Sequence[Process], edges: np.ndarray, account: A
             bins = np.diff(np.interp(edges, moments, done)) / (np.diff(edges) * ranks)
             shares[kind] = shares.get(kind, 0.0) + bins
     longest = sorted(shares, key=lambda kind: (bool(kind[1]), -shares[kind].sum()))
-    return Lane(mesh, ranks, {kind: shares[kind].tolist() for kind in longest if shares[kind].any()}, account)
+    some = [(kind, shares[kind]) for kind in longest if shares[kind].any()]
+    kinds = [LaneKind(*kind, float(each.mean()), np.round(each, 3).tolist()) for kind, each in some]
+    return Lane(mesh, ranks, kinds, account)
