@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a recipe may be a module of the working directory
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        verbs = _listing({name: about for name, (_, about) in VERBS.items()})
+        print(f"usage: {PROG} [--help] [--version] VERB ...\n\nReinforcement learning for language models.\n\n{verbs}")
         return 0 if arguments else EXIT_USAGE
     if arguments[0] == "--version":
         print(f"{PROG} {__version__}")
@@ -138,11 +139,6 @@ VERBS = {
     ),
 }
 """Verb → what runs it, given its arguments and `prog`; and what it does."""
-
-
-def _usage() -> str:
-    verbs = _listing({name: about for name, (_, about) in VERBS.items()})
-    return f"usage: {PROG} [--help] [--version] VERB ...\n\nReinforcement learning for language models.\n\n{verbs}"
 
 
 def _listing(lines: dict[str, str]) -> str:

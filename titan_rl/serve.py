@@ -22,7 +22,6 @@ from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.run.checks import check_serving
-from titan_rl.supervision.process import prepare_controller
 from titan_rl.weights.segment_files import sweep_dead_segments
 
 CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
@@ -68,8 +67,7 @@ def _act(command: Command, prog: str) -> int:
     if dry_run:
         secret = "***" if config.gateway.api_key else ""
         return train.show(replace(config, gateway=replace(config.gateway, api_key=secret)), host, serving=True)
-    train.remove_torchrun_variables(os.environ)
-    prepare_controller()
+    train.become_controller()
     from titan_rl.run.run import run_service
 
     return run_service(config, config.gateway, imports)

@@ -11,8 +11,9 @@ Relative file names start at the file that holds them (TOML, recipe) or at the w
 import asyncio
 import os
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +31,6 @@ from titan_rl.overrides import (
     Rules,
     Verb,
     apply,
-    get_setting,
     option_overrides,
     print_error,
     to_toml,
@@ -95,8 +95,7 @@ def check_and_run(
         return EXIT_USAGE
     if dry_run:
         return show(config, detect_host())
-    remove_torchrun_variables(os.environ)
-    prepare_controller()
+    become_controller()
     from titan_rl.run.run import run
 
     return run(config, imports, resume, replay_until=replay_until)
@@ -279,15 +278,9 @@ def apply_command(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
     runs = absolute_path(config.logging.directory, Path.cwd())  # and not where the recipe is, among sources
     config = replace(config, logging=replace(config.logging, directory=runs))
     config = apply(config, command.layers, _RULES, base)
-    named = [command.recipe, *(get_setting(config, setting) for setting in CLASS_SETTINGS)]
-    return config, tuple(dict.fromkeys(module for name in named for module in user_modules(name)))
-
-
-def user_modules(name: str) -> Iterator[str]:
-    """The module or file of a class that is named in a config, unless it is a bundled one."""
-    module, colon, _ = name.rpartition(":")
-    if colon and module.split(".")[0] != "titan_rl":
-        yield module
+    named = (command.recipe, *attrgetter(*CLASS_SETTINGS)(config))
+    modules = dict.fromkeys(name.rpartition(":")[0] for name in named)
+    return config, tuple(module for module in modules if module and module.split(".")[0] != "titan_rl")
 
 
 # --- what to do with it ----------------------------------------------------------------------------------------------
@@ -325,10 +318,11 @@ def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
     return EXIT_USAGE if hosts[0].devices_there is not None and len(hosts) == 1 else 0
 
 
-def remove_torchrun_variables(environ: MutableMapping[str, str]) -> None:
-    """Remove what torchrun set: every mesh is a world of its own."""
+def become_controller() -> None:
+    """Call before anything that imports Monarch. Removes what torchrun set: every mesh is a world of its own."""
     for name in TORCHRUN_VARIABLES:
-        environ.pop(name, None)
+        os.environ.pop(name, None)
+    prepare_controller()
 
 
 if __name__ == "__main__":

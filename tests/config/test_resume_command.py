@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from titan_rl.config_registry import copy4
 from titan_rl.directories import CONFIG, ENDING, SUMMARY, lock_run
 from titan_rl.errors import CheckpointError, ConfigError
 from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, commit, new_draft
-from titan_rl.overrides import get_setting, to_toml
+from titan_rl.overrides import to_toml
 from titan_rl.run.runs import CLOSE, MAY_CHANGE, begun, check_differences, differences, find, how_to_go_on, unfinished
 
 
@@ -264,7 +265,7 @@ def test_every_setting_that_may_change_exists_and_covers_no_other_by_its_beginni
         assert any(setting.startswith(name) for setting in known)
     else:
         assert [setting for setting in known if setting.startswith(name)] == [name]
-        get_setting(config(), name)
+        attrgetter(name)(config())
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

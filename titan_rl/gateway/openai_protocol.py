@@ -11,6 +11,7 @@
 """
 
 import json
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -143,13 +144,10 @@ class FunctionCall(ReturnedPart):
     @classmethod
     def is_an_object(cls, text: str) -> str:
         text = text or "{}"
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError("the arguments of a call must be a JSON object, as text") from error
-        if not isinstance(value, dict):
-            raise ValueError("the arguments of a call must be a JSON object, as text")
-        return text
+        with suppress(ValueError, RecursionError):
+            if isinstance(json.loads(text), dict):
+                return text
+        raise ValueError("the arguments of a call must be a JSON object, as text")
 
 
 class ToolCall(ReturnedPart):

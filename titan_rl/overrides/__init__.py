@@ -30,6 +30,5 @@ from titan_rl.overrides.settings import check as check
 from titan_rl.overrides.settings import convert_value as convert_value
 from titan_rl.overrides.settings import did_you_mean as did_you_mean
 from titan_rl.overrides.settings import flat as flat
-from titan_rl.overrides.settings import get_setting as get_setting
 from titan_rl.overrides.settings import to_toml as to_toml
 from titan_rl.overrides.settings import variant as variant

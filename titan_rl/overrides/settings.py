@@ -30,12 +30,6 @@ Table = dict[str, Any]
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def get_setting(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings of nested plain data by their dotted names; those of the n-th table in a list as `list.n.name`."""
     for name, value in table.items():

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,6 @@ AT_ONCE = 1024
 """Rollouts that are played at a time: enough to fill the engines."""
 WIDEST = 400
 """Columns of the table at most, whatever the terminal has: a row that is folded cannot be read."""
-CONFIDENCE = 0.95
 _Z = 1.959963984540054  # of the normal distribution, two-sided
 RESAMPLES = 10_000
 """Of the bootstrap: its own error in a bound is then about a fiftieth of the interval."""
@@ -94,27 +93,23 @@ def share(passed: int, of: int) -> Estimate:
     return Estimate(rate, low, 1.0 if passed == of else middle + half)
 
 
-def mean(values: Sequence[float], seed: int = 0) -> Estimate:
+def mean(values: Sequence[float]) -> Estimate:
     """The mean over prompts, with a percentile bootstrap over them."""
-    if not values:
-        raise ValueError("no values")
     numbers = np.asarray(values, dtype=np.float64)
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     rows = max(1, _AT_ONCE // len(numbers))
     means: list[np.ndarray] = []
     for first in range(0, RESAMPLES, rows):
         drawn = draw.integers(len(numbers), size=(min(rows, RESAMPLES - first), len(numbers)))
         means.append(numbers[drawn].mean(axis=1))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return Estimate(float(numbers.mean()), float(low), float(high))
 
 
-def difference(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> Estimate | None:
-    """How much more the second policy has than the first, on the prompts of both; None: there are none. `first`,
-    `second`: value by prompt."""
+def difference(first: Values, second: Values) -> Estimate | None:
+    """How much more the second policy has than the first, on the prompts of both; None: there are none."""
     both = sorted(first.keys() & second.keys())
-    return mean([second[prompt] - first[prompt] for prompt in both], seed) if both else None
+    return mean([second[prompt] - first[prompt] for prompt in both]) if both else None
 
 
 @dataclass(slots=True)
@@ -136,7 +131,8 @@ class Scores:
             self.sampled.setdefault(rollout.group, []).append(rollout)
 
     def measures(self, samples: int) -> dict[str, Values]:
-        """Every measure's value by prompt. A prompt has a pass@k where at least k of its rollouts were graded."""
+        """Every measure's value by prompt. A prompt has a pass@k where at least k of its rollouts were graded; k is a
+        power of two, or `samples`."""
         found = {
             "exact match, greedy": {prompt: rollout.exact_match for prompt, rollout in self.greedy.items()},
             "reward, greedy": {prompt: rollout.reward for prompt, rollout in self.greedy.items()},
@@ -145,19 +141,13 @@ class Scores:
                 for prompt, rollouts in self.sampled.items()
             },
         }
-        for k in powers_of_two(samples):
+        for k in sorted({*(1 << power for power in range(samples.bit_length())), samples} - {0}):
             found[f"pass@{k}"] = {
                 prompt: pass_at_k(len(rollouts), sum(rollout.exact_match >= 1 for rollout in rollouts), k)
                 for prompt, rollouts in self.sampled.items()
                 if len(rollouts) >= k
             }
         return {name: values for name, values in found.items() if values}
-
-
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, … and `most` itself."""
-    powers = {1 << power for power in range(most.bit_length())}
-    return sorted(powers | {most} - {0})
 
 
 def estimate(values: Values) -> Estimate:

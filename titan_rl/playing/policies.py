@@ -27,7 +27,6 @@ from titan_rl.run.checks import Severity, check_serving
 from titan_rl.run.players import Player
 from titan_rl.run.runs import find
 from titan_rl.serve import KEY_VARIABLE
-from titan_rl.supervision.process import prepare_controller
 from titan_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
@@ -139,8 +138,7 @@ def run_until_signal(
     print_line: Callable[[str], None],
 ) -> int:
     """`run_serving`, in a process that has loaded nothing of it so far."""
-    train.remove_torchrun_variables(os.environ)
-    prepare_controller()
+    train.become_controller()
     from titan_rl.run.run import run_serving
 
     return run_serving(verb, replace(config, logging=replace(config.logging, name="")), work, print_line)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
@@ -26,7 +27,7 @@ from titan_rl.generation.config import ENGINES, refuse_more_ranks
 from titan_rl.hosts.facts import HostFacts, transport
 from titan_rl.importing import import_name, user_code
 from titan_rl.loop.stages import FILTERS
-from titan_rl.overrides import convert_value, did_you_mean, get_setting
+from titan_rl.overrides import convert_value, did_you_mean
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.config import LossConfig
 from titan_rl.policy.losses import OF_EVERY_LOSS, Objective, build_loss
@@ -248,7 +249,7 @@ def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], bas
     Raises:
         ConfigError: there is none, or it is something else.
     """
-    name = get_setting(config, setting)
+    name = attrgetter(setting)(config)
     targets = {word: target or "" for word, target in words.items()}
     if targets.get(name) == "":
         return None

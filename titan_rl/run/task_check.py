@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -95,24 +94,19 @@ def _check_held_out(config: RunConfig, check: TaskCheck, others: TaskCheck) -> N
         ("when it is called again", check.held_out_again),
         (f"with seed {config.seed + 1} instead of {config.seed}", others.held_out),
     ):
-        if (place := _first_difference(check.held_out, again)) is not None:
-            raise ConfigError(
-                f"{asked} gives other prompts {when}, the first at {place}: {_shown(check.held_out, place)}, then "
-                f"{_shown(again, place)}; it must depend on neither chance nor the seed, or no two scores could be "
-                "compared"
-            )
+        for place, (prompt, other) in enumerate(zip_longest(check.held_out, again)):
+            if prompt != other:
+                raise ConfigError(
+                    f"{asked} gives other prompts {when}, the first at {place}: {_shown(prompt)}, then "
+                    f"{_shown(other)}; it must depend on neither chance nor the seed, or no two scores could be "
+                    "compared"
+                )
 
 
-def _first_difference(first: Sequence[tuple[Message, ...]], second: Sequence[tuple[Message, ...]]) -> int | None:
-    shorter = min(len(first), len(second))
-    places = (place for place in range(shorter) if first[place] != second[place])
-    return next(places, None if len(first) == len(second) else shorter)
-
-
-def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
-    if place >= len(prompts):
+def _shown(prompt: tuple[Message, ...] | None) -> str:
+    if prompt is None:
         return "nothing"
-    return f"'{one_line(' '.join(message.content for message in prompts[place]), LONGEST_SHOWN)}'"
+    return f"'{one_line(' '.join(message.content for message in prompt), LONGEST_SHOWN)}'"
 
 
 async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> str:
