@@ -80,5 +80,5 @@ def test_a_run_and_doctor_refuse_a_gpu_host_with_builds_for_cpus(capsys, tmp_pat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert train.main("--recipe copy4 --placement.device cuda".split()) == 2
     assert "torch 2.13.0+cpu is built for CPUs only" in capsys.readouterr().err
-    stops = [each.problem.sentence for each in doctor.examine(detect_host()) if each.problem is not None]
+    stops = [each.sentence for _, each in doctor.examine(detect_host()) if isinstance(each, doctor.Problem)]
     assert any("vllm 0.32.0" in sentence and "built for CPUs only" in sentence for sentence in stops)

@@ -38,7 +38,7 @@ from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.run import cuda
-from titan_rl.run.doctor import Problem, Severity, quick_problems
+from titan_rl.run.doctor import Problem, Severity, quick_problems, warning
 from titan_rl.run.memory import shape_of, too_large
 from titan_rl.supervision.placement import assumed_hosts, plan, plays, resolve_device, with_devices
 
@@ -133,11 +133,10 @@ def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool 
     meshes = {"generator": config.generator.tensor_parallel}
     meshes |= {} if serving else {"trainer": config.trainer.ranks}
     return [
-        Problem(
-            sentence=f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
+        warning(
+            f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
             f"({mesh}.tensor_parallel, {'trainer.data_parallel, ' * (mesh == 'trainer')}placement.threads), and this "
-            f"host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster",
-            severity=Severity.WARNING,
+            f"host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster"
         )
         for mesh, ranks in meshes.items()
         if (threads := ranks * config.placement.threads) > host.cpus

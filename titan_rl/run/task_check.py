@@ -28,7 +28,7 @@ from titan_rl.loop.system import group_request
 from titan_rl.one_line import one_line
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.run.checks import Problem, Severity
+from titan_rl.run.doctor import Problem, Severity, warning
 from titan_rl.run.players import not_sampled
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Purpose
 
@@ -45,7 +45,7 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     logging.getLogger("titan_rl.isolation").addHandler(logging.NullHandler())
     name = config.environment.name
     try:
-        warning = asyncio.run(_try(config, imports))
+        warned = asyncio.run(_try(config, imports))
     except BaseExceptionGroup as failures:
         error: BaseException = failures.exceptions[0]
         if not isinstance(error, (ConfigError, TaskError, ActorGone)):
@@ -53,7 +53,7 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     except (ConfigError, TaskError, ActorGone) as raised:
         error = raised
     else:
-        return [Problem(sentence=warning, severity=Severity.WARNING)] if warning else []
+        return [warning(warned)] if warned else []
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
     if "did not finish within" in sentence:
         sentence += "; environment.step_seconds is the time that each call may take"
