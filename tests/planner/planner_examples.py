@@ -15,20 +15,10 @@ def seven_billion(*, devices: int, trainers: int, generators: int, **settings: A
     """
     defaults: dict[str, Any] = {
         "lengths": read_lengths("lognormal:4000:1.0:27000", seed=1),
-        "prompt_tokens": 512,
-        "engine": EngineSpeed(
-            seconds_per_step=0.010,
-            seconds_per_sequence=7e-5,
-            seconds_per_prompt_token=5e-5,
-            seconds_per_load=2.0,
-            max_num_seqs=256,
-        ),
         "trainer": TrainerSpeed(seconds_per_step=2.0, seconds_per_token=1.4e-4 / trainers, seconds_per_publication=2.0),
         "generators": generators,
         "groups_per_step": 8 * devices,
-        "samples_per_group": 16,
         "window": 16 * devices,
-        "steps": 20,
     }
     return Scenario(**{**defaults, **settings})
 
@@ -40,6 +30,7 @@ def small(**settings: Any) -> Scenario:
         "engine": EngineSpeed(seconds_per_step=0.01, seconds_per_sequence=0.001, max_num_seqs=8),
         "trainer": TrainerSpeed(seconds_per_step=0.5, seconds_per_publication=0.1),
         "generators": 2,
+        "prompt_tokens": 0,
         "groups_per_step": 4,
         "samples_per_group": 4,
         "steps": 10,

@@ -42,7 +42,7 @@ def test_no_run_is_faster_than_its_busiest_resource(
             max_syncing=max_syncing,
             strategy=strategy,
             trainer=TrainerSpeed(seconds_per_step=train, seconds_per_publication=0.1, overlap_publication=overlap),
-            seconds_per_group=reward,
+            group_seconds=reward,
         )
     )
     assert result.share_of_bound <= 1 + 1e-9

@@ -48,14 +48,11 @@ class Sampler:
                 lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
             )
             for delta in deltas:
-                if delta.choice is not None:
-                    caller.on_answer(delta.choice)
-        self._count(call, deltas)
+                self._answered(delta, call, caller)
         return deltas
 
     async def stream(self, call: CompletionCall, caller: Caller) -> AsyncGenerator[Delta, None]:
         """Every delta, as tokens come; a choice whose stop text was found is not sampled any further. As `whole`."""
-        last: list[Delta] = []
         async with self._sampled(call, caller, stream=True) as (readers, sampled):
             async for index, what in sampled:
                 delta = await self._thread.run(functools.partial(readers[index].read_next, what))
@@ -63,10 +60,8 @@ class Sampler:
                     continue
                 if delta.choice is not None:
                     await sampled.end(index)
-                    caller.on_answer(delta.choice)
-                    last.append(delta)
+                    self._answered(delta, call, caller)
                 yield delta
-        self._count(call, last)
 
     @asynccontextmanager
     async def _sampled(
@@ -95,10 +90,12 @@ class Sampler:
         finally:
             caller.on_end(requests)
 
-    def _count(self, call: CompletionCall, last: Sequence[Delta]) -> None:
-        choices = (delta.choice for delta in last if delta.choice is not None)
-        self._metrics.completion_tokens.inc(sum(len(choice.completion.token_ids) for choice in choices))
-        self._metrics.prompt_tokens.inc(sum(len(delta.prompt) for delta in last if delta.index % call.choices == 0))
+    def _answered(self, last: Delta, call: CompletionCall, caller: Caller) -> None:
+        assert last.choice is not None
+        caller.on_answer(last.choice)
+        self._metrics.completion_tokens.inc(len(last.choice.completion.token_ids))
+        if last.index % call.choices == 0:
+            self._metrics.prompt_tokens.inc(len(last.prompt))
 
 
 class SampleStream:

@@ -22,7 +22,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 from numpy.random import PCG64, Generator
 
-from titan_rl.bounds import Count, NotNegative, Positive
+from titan_rl.bounds import Count, CountOrZero, NotNegative, Positive
 from titan_rl.errors import ConfigError
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.types import PolicyVersion
@@ -123,25 +123,41 @@ class TrainerSpeed:
         return self.seconds_per_step + self.seconds_per_token * tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+@dataclass(slots=True, kw_only=True)
+class Workload:
+    """What is sampled and trained, and how fast. By default a 7B policy with long answers."""
+
+    groups_per_step: Count = 128
+    samples_per_group: Count = 16
+    steps: Count = 20
+    """Optimizer steps to simulate."""
+    prompt_tokens: CountOrZero = 512
+    """Of every prompt."""
+    group_seconds: NotNegative = 0.0
+    """From a group's last token to its samples: environment, rewards."""
+    strategy: str = "least_loaded"
+    """As `router.strategy`."""
+    max_syncing: CountOrZero = 0
+    """Generators that drain at once; 0: all."""
+    engine: EngineSpeed = field(
+        default_factory=lambda: EngineSpeed(
+            seconds_per_step=0.010, seconds_per_sequence=7e-5, seconds_per_prompt_token=5e-5, seconds_per_load=2.0
+        )
+    )
+    trainer: TrainerSpeed = field(
+        default_factory=lambda: TrainerSpeed(
+            seconds_per_step=2.0, seconds_per_token=1.4e-4, seconds_per_publication=2.0
+        )
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Scenario(Workload):
     lengths: Lengths
-    prompt_tokens: int = 0
-    engine: EngineSpeed
-    trainer: TrainerSpeed
     generators: int = 1
-    groups_per_step: int = 32
-    samples_per_group: int = 8
     max_staleness: int = 0
     window: int = 1
     weight_sync: Literal["drain", "hot_swap"] = "hot_swap"
-    max_syncing: int = 0
-    """Generators that may drain at once; 0: all (`router.max_syncing`)."""
-    strategy: str = "least_loaded"
-    """As `router.strategy`."""
-    seconds_per_group: float = 0.0
-    """From a group's last token to its samples being ready: environment, reward, transfer."""
-    steps: int = 100
 
     @property
     def limits(self) -> StalenessLimits:

@@ -228,8 +228,8 @@ class _Simulation:
             playing.oldest = version
         if playing.left:
             return
-        if self._scenario.seconds_per_group:
-            self._at(self._now + self._scenario.seconds_per_group, lambda: self._ready(group_id))
+        if self._scenario.group_seconds:
+            self._at(self._now + self._scenario.group_seconds, lambda: self._ready(group_id))
         else:
             self._ready(group_id)
 
@@ -252,7 +252,7 @@ class _Simulation:
         prompts = len(groups) * self._scenario.samples_per_group * self._scenario.prompt_tokens
         seconds = self._scenario.trainer.step_seconds(sampled + prompts)
         pace = self._scenario.engine.step_seconds(1)
-        held = sum(group.longest * pace + self._scenario.seconds_per_group + seconds for group in groups)
+        held = sum(group.longest * pace + self._scenario.group_seconds + seconds for group in groups)
         work = Work(train_seconds=seconds, prompt_tokens=prompts, sampled_tokens=sampled, slot_seconds=held)
         self._at(self._now + seconds, lambda: self._trained(work))
 

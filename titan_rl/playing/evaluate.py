@@ -227,9 +227,8 @@ def _act(command: Command, prog: str) -> int:
         return EXIT_USAGE
     # before a fleet is started for the others
     servers = [server_at(policy, command) if "://" in policy else None for policy in policies]
-    console = Console(highlight=False, markup=False, emoji=False)
-
-    print_line = partial(console.print, style="dim", markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    print_line = partial(console.print, style="dim")
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
         all_scores = [Scores(name) for name in names_of(policies)]
@@ -247,12 +246,8 @@ def _act(command: Command, prog: str) -> int:
         Console(highlight=False, width=WIDEST).print(table(all_scores, samples))
         for scores in all_scores:
             if scores.failed:
-                console.print(
-                    f"{scores.name}: {counted(scores.failed, 'failed rollout')} not counted; the first: "
-                    f"{scores.first_error}",
-                    markup=False,
-                    soft_wrap=True,
-                )
+                failed = counted(scores.failed, "failed rollout")
+                console.print(f"{scores.name}: {failed} not counted; the first: {scores.first_error}")
         console.print()
         return 0, f"is done; every rollout is in {directory / RESULTS}"
 

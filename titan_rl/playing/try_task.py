@@ -120,7 +120,7 @@ class Person:
                 try:
                     said = read_turn(text, tools)
                 except ConfigError as error:
-                    self._console.print(str(error), style="red", highlight=False, soft_wrap=True)
+                    self._console.print(str(error), style="red")
                     continue
                 self.shown += self._echoes  # the terminal shows it
                 self._conversation = [*messages, said]
@@ -128,7 +128,7 @@ class Person:
 
     def _show(self, messages: Sequence[Message]) -> None:
         if messages:
-            self._console.print(draw_messages([*map(plain_message, messages)]), soft_wrap=True)
+            self._console.print(draw_messages([*map(plain_message, messages)]))
 
     async def _line(self) -> str:
         """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work. What
@@ -185,7 +185,7 @@ class Trial:
             if shown.has_answer:
                 self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
             else:
-                self._print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
+                self._console.print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
                 self._console.print("not graded: Demonstration.answer is not set", style="dim")
         return self._sum_up()
 
@@ -219,14 +219,14 @@ class Trial:
             "played by a program" if info.plays else "several turns" if info.multi_turn or info.tools else "one turn"
         )
         size = "endless" if info.size is None else info.size
-        self._console.print(f"task {name}: {turns}, {size} training prompts", highlight=False, soft_wrap=True)
+        self._console.print(f"task {name}: {turns}, {size} training prompts")
         if info.tools:
             self._console.print("tools:")
         for tool in info.tools:
             arguments = ", ".join(tool.parameters.get("properties", {}))
             about = tool.description.strip().partition("\n")[0]
-            self._print(Text.assemble((f"  {tool.name}({arguments})", "yellow"), (f"  {about}", "dim")))
-        self._console.print(f"policy: {policy}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(Text.assemble((f"  {tool.name}({arguments})", "yellow"), (f"  {about}", "dim")))
+        self._console.print(f"policy: {policy}")
 
     def _indices(self, player: Player) -> range:
         there = player.info.held_out if self._purpose is Purpose.EVALUATE else player.info.size
@@ -240,17 +240,14 @@ class Trial:
     def _title(self, text: str) -> None:
         self._console.print(Rule(text, style="dim", align="left"))
 
-    def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True)
-
     def _show(self, rollouts: Sequence[RolloutRecord], *, seen: int = 0) -> None:
         """The rollouts of a prompt: messages from number `seen` on, after the first rollout without the prompt."""
         for number, rollout in enumerate(rollouts):
             if number:
                 self._console.print()
             if conversations := draw_conversations(rollout, seen=seen):
-                self._print(conversations)
-            self._print(draw_end(rollout))
+                self._console.print(conversations)
+            self._console.print(draw_end(rollout))
             roles = [message["role"] for message in rollout.messages]
             seen = roles.index("assistant") if "assistant" in roles else seen
             if rollout.error:
@@ -263,7 +260,7 @@ class Trial:
         graded = len(self._rewards)
         mean = f", mean reward {sum(self._rewards) / graded:.3f}" if graded else ""
         failed = f"; {self._failed} failed and would not be trained" if self._failed else ""
-        self._console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}", highlight=False)
+        self._console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}")
         return EXIT_FAILED if self._failed else 0
 
 
@@ -324,7 +321,7 @@ def _act(command: Command, prog: str) -> int:
     config = task.config
     config = replace(config, evaluation=replace(config.evaluation, prompts=prompts if held_out else 1))
     task = task._replace(config=config)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
     if not train.may_start(problems_of(lambda: check_environment(config)), prog):
         return EXIT_USAGE
@@ -337,8 +334,7 @@ def _act(command: Command, prog: str) -> int:
             async with weights_player(task, policy, options) as player:
                 return await trial.policy(player, policy), "is over"
 
-        print_line = partial(console.print, style="dim", markup=False, soft_wrap=True)
-        return run_until_signal("try", config, work, print_line)
+        return run_until_signal("try", config, work, partial(console.print, style="dim"))
 
     async def play() -> int:
         if policy == TYPED:

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -97,8 +96,8 @@ class RunDisplay:
         self._warnings: deque[tuple[float, str]] = deque(maxlen=WARNINGS)
         self._spans: dict[Span, None] = {}
         self._groups = self._groups_failed = 0  # since failures were last printed
-        self._errors: dict[str, tuple[str, int]] = {}  # an example and a count of each cause
-        self._late: dict[str, tuple[str, int]] = {}
+        # By whether it ran out of time, and its cause: an example and a count.
+        self._failures: dict[tuple[bool, str], tuple[str, int]] = {}
         self._last_line = float("-inf")
         self._panel = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
 
@@ -144,11 +143,10 @@ class RunDisplay:
         ran out of time. They are printed last, because they may have waited for others."""
         self._groups += 1
         self._groups_failed += bool(errors or late)
-        for causes, those in ((self._errors, errors), (self._late, late)):
-            for error in those:
-                known = _PROMPT.sub("", error)  # the same error of other prompts
-                example, count = causes.get(known, (error, 0))
-                causes[known] = example, count + 1
+        for is_late, error in (*((False, each) for each in errors), *((True, each) for each in late)):
+            cause = is_late, _PROMPT.sub("", error)  # the same error of other prompts
+            example, count = self._failures.get(cause, (error, 0))
+            self._failures[cause] = example, count + 1
         if self._clock() - self._last_line >= FAILURE_LINE_SECONDS and (failures := self._take_failures()):
             self._last_line = self._clock()
             self.print_line(failures, logging.WARNING)
@@ -190,14 +188,14 @@ class RunDisplay:
 
     def _take_failures(self) -> str:
         """Failures since the last call; empty if there were none."""
-        most, late = (sorted(causes.values(), key=itemgetter(1), reverse=True) for causes in (self._errors, self._late))
-        causes = most + late
+        found = sorted(self._failures.items(), key=lambda each: (each[0][0], -each[1][1]))
+        causes = [cause for _, cause in found]
         named = [f"{count} × {one_line(example, LONGEST_CAUSE)}" for example, count in causes[:MOST_CAUSES]]
         more = [f"{sum(count for _, count in rest)} of other causes"] if (rest := causes[MOST_CAUSES:]) else []
         failed = sum(count for _, count in causes)
         groups = f"in {self._groups_failed} of the {self._groups} groups played"
         self._groups = self._groups_failed = 0
-        self._errors, self._late = {}, {}
+        self._failures = {}
         return f"failed rollouts: {failed}, {groups}: {'; '.join(named + more)}" if failed else ""
 
     # --- the panel ---------------------------------------------------------------------------------------------------
