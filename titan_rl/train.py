@@ -51,12 +51,7 @@ TRUSTED = "--trusted-network"
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.train") -> int:
-    """Run what the arguments say; returns the exit code.
-
-    Args:
-        argv: without the program's name; None: those of this process.
-        prog: the command as the user typed it, for messages.
-    """
+    """Run what the arguments say; returns the exit code. `prog`: the command as the user typed it, for messages."""
     words = sys.argv[1:] if argv is None else argv
     try:
         if hosts_of(os.environ) > 1 and os.environ["RANK"] != "0":

@@ -47,9 +47,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     The last part of a dotted name counts most: who writes `--lr` means `--trainer.optimizer.lr`.
     """
     candidates = list(known)
-    last_parts: dict[str, str] = {}
-    for candidate in candidates:
-        last_parts.setdefault(candidate.rpartition(".")[2], candidate)
+    last_parts = {candidate.rpartition(".")[2]: candidate for candidate in reversed(candidates)}
     nearly_equal = difflib.get_close_matches(name, candidates, n=1, cutoff=0.8)
     same_part = difflib.get_close_matches(name.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
     similar = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)

@@ -32,14 +32,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from titan_rl import train
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.metrics.rollout_record import RolloutRecord, to_line
 from titan_rl.one_line import counted
-from titan_rl.overrides import EXIT_USAGE, Command, Verb
+from titan_rl.overrides import Command, Verb
 from titan_rl.playing.policies import first_run, number_of, read_task, run_until_signal, server_at, weights_player
-from titan_rl.run.checks import check_environment, problems_of
+from titan_rl.run.checks import check_environment
 from titan_rl.run.players import Player, message_player
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import GroupRequest, Purpose
@@ -223,8 +222,7 @@ def _act(command: Command, prog: str) -> int:
     config = task.config
     samples = number_of(command, "--samples", SAMPLES, least=0)
     temperature = _temperature(command, config)
-    if not train.may_start(problems_of(lambda: check_environment(config)), prog):
-        return EXIT_USAGE
+    check_environment(config)
     # before a fleet is started for the others
     servers = [server_at(policy, command) if "://" in policy else None for policy in policies]
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +123,18 @@ def facts(record: RolloutRecord) -> Iterator[tuple[str, Any]]:
     rest follows from them."""
     for branch in record.branches:
         of = f" of branch {branch.sample}" if len(record.branches) > 1 else ""
-        lists = (
-            branch.texts,
-            branch.logprobs,
-            branch.versions,
-            branch.trained,
-            branch.trainer_logprobs,
-            branch.weights,
-        )
-        columns = (repeat(None) if values is None else values for values in lists)
-        tokens = zip(branch.token_ids, *columns, strict=False)
-        for place, (token_id, text, logprob, version, trained, trainer, weight) in enumerate(tokens):
-            token = f"token {place}{of}"
+        numbers = {
+            "logprob": branch.logprobs,
+            "version": [each and f"v{each.rpartition('.')[2].removeprefix('v')}" for each in branch.versions or ()],
+            "trainer's logprob": branch.trainer_logprobs,
+            "loss weight": branch.weights,
+        }
+        for place, token_id in enumerate(branch.token_ids):
+            token, text = f"token {place}{of}", branch.texts and branch.texts[place]
             yield token, (token_id, text)
-            yield f"whether {token} {text!r} is trained", trained
-            yield f"logprob of {token} {text!r}", logprob
-            yield f"version of {token} {text!r}", f"v{version.rpartition('.')[2].removeprefix('v')}" if version else ""
-            yield f"trainer's logprob of {token} {text!r}", trainer
-            yield f"loss weight of {token} {text!r}", weight
+            yield f"whether {token} {text!r} is trained", branch.trained[place]
+            for what, values in numbers.items():
+                yield f"{what} of {token} {text!r}", values and values[place]
     for name in ("reward", "reward_parts", "advantage", "stop_reason"):
         yield name, getattr(record, name)
     for number, turn in enumerate(record.turns):

@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from titan_rl import train
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment, find_task
@@ -38,7 +37,7 @@ from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.one_line import counted
-from titan_rl.overrides import EXIT_FAILED, EXIT_USAGE, Command, Verb, option_overrides, print_error
+from titan_rl.overrides import EXIT_FAILED, Command, Verb, option_overrides, print_error
 from titan_rl.playing.policies import (
     first_run,
     number_of,
@@ -50,7 +49,7 @@ from titan_rl.playing.policies import (
 )
 from titan_rl.rollout.report import plain_message
 from titan_rl.rollout.trajectory import extends
-from titan_rl.run.checks import check_environment, problems_of
+from titan_rl.run.checks import check_environment
 from titan_rl.run.players import Player, message_player
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
@@ -323,8 +322,7 @@ def _act(command: Command, prog: str) -> int:
     task = task._replace(config=config)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
-    if not train.may_start(problems_of(lambda: check_environment(config)), prog):
-        return EXIT_USAGE
+    check_environment(config)
     policy = policy or (DEMONSTRATIONS if _demonstrates(config) else TYPED)
     if policy == DEMONSTRATIONS and not _demonstrates(config):
         raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")

@@ -239,15 +239,8 @@ def _algorithm(config: RunConfig) -> None:
 
 
 def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], base: type = object) -> Any:
-    """The class or function that a setting names.
-
-    Args:
-        words: short names, and where to import them from. None: it is not imported, and neither returned.
-        base: required base class; object: anything that can be called.
-
-    Raises:
-        ConfigError: there is none, or it is something else.
-    """
+    """The class or function that a setting names, of a `base` class, or anything that can be called. `words`: short
+    names, and where to import them from; of None nothing is imported, and None returned. Raises ConfigError."""
     name = attrgetter(setting)(config)
     targets = {word: target or "" for word, target in words.items()}
     if targets.get(name) == "":

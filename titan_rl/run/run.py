@@ -143,14 +143,9 @@ def conduct(
     stopping: str,
     directory: Path | None = None,
 ) -> tuple[int, str, Path]:
-    """Do the work in a run directory, which is returned after the exit code and how it ended.
-
-    Args:
-        work: called with the run directory and what collects faults and signals; returns the exit code, and how it
-            ended, in words.
-        stopping: text that says what happens after a stop signal.
-        directory: of the run; None: make a new one.
-    """
+    """Do the work in a run directory, a new one where none is given; returns the exit code, how it ended in words, and
+    the directory. `work`: called with that and with what collects faults and signals; returns the first two.
+    `stopping`: says what happens after a stop signal."""
     hold_signals()
     remove_segments_of(os.getpid())  # of a dead run with this process id: a container that started again has the same
     directory = directory or make_run_directory(config)

@@ -187,13 +187,8 @@ def _learning_rate(run: Run) -> Iterator[Finding]:
     moved = [change for change in (entropy, rewards) if change and change[2]]
     if run.config.get("loop.max_staleness") and kl and kl[1] < NO_KL and entropy and rewards and not moved:
         text = f"Neither entropy nor reward moved, and steps change the policy by {kl[1]:.1e} nats."
-        yield finding(
-            Kind.PROBLEM,
-            "train/kl_k3",
-            "The learning rate is too low",
-            text,
-            f"Set --trainer.optimizer.lr {lr * 10:g}.",
-        )
+        do = f"Set --trainer.optimizer.lr {lr * 10:g}."
+        yield finding(Kind.PROBLEM, "train/kl_k3", "The learning rate is too low", text, do)
 
 
 def _late_rollouts(run: Run) -> list[ListedRollout]:
