@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print_error(PROG, f"there is no verb {verb!r}{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
         return EXIT_USAGE
-    return resolve_name(VERBS[verb][0])(rest, prog=f"{PROG} {verb}")
+    module, _, function = VERBS[verb][0].partition(":")
+    return resolve_name(f"titan_rl.{module}:{function or 'VERB.run'}")(rest, prog=f"{PROG} {verb}")
 
 
 def command() -> NoReturn:
@@ -81,64 +82,46 @@ def list_algorithms(arguments: Sequence[str], *, prog: str) -> int:
 
 
 VERBS = {
-    "train": ("titan_rl.train:main", "Train a policy: TASK.py or --recipe NAME [--section.key VALUE ...]."),
-    "tune": (
-        "titan_rl.playing.tune:VERB.run",
-        "Search learning rate, entropy bonus and group size for a task: TASK.py.",
-    ),
-    "recipes": ("titan_rl.cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
+    "train": ("train:main", "Train a policy: TASK.py or --recipe NAME [--section.key VALUE ...]."),
+    "tune": ("playing.tune", "Search learning rate, entropy bonus and group size for a task: TASK.py."),
+    "recipes": ("cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
     "algorithms": (
-        "titan_rl.cli:list_algorithms",
+        "cli:list_algorithms",
         "List the algorithms: credit and losses, their papers and when to use which: [NAME].",
     ),
-    "try": (
-        "titan_rl.playing.try_task:VERB.run",
-        "Play a task without training: prompts, tools, rewards, by hand or by a policy.",
-    ),
+    "try": ("playing.try_task", "Play a task without training: prompts, tools, rewards, by hand or by a policy."),
     "eval": (
-        "titan_rl.playing.evaluate:VERB.run",
+        "playing.evaluate",
         "Compare policies on a task's held-out prompts: exact match, reward, pass@k with intervals.",
     ),
     "plan": (
-        "titan_rl.planner.command:VERB.run",
+        "planner.command",
         "Simulate a run's throughput and staleness for splits of the devices, max staleness and weight sync.",
     ),
-    "serve": (
-        "titan_rl.serve:VERB.run",
-        "Serve a checkpoint over HTTP, with OpenAI's API: --policy.path DIR [--port PORT].",
-    ),
-    "export": (
-        "titan_rl.export:VERB.run",
-        "Write a checkpoint's weights in Hugging Face format: --run RUN --directory DIR.",
-    ),
-    "worker": (
-        "titan_rl.hosts.worker:VERB.run",
-        "Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT.",
-    ),
+    "serve": ("serve", "Serve a checkpoint over HTTP, with OpenAI's API: --policy.path DIR [--port PORT]."),
+    "export": ("export", "Write a checkpoint's weights in Hugging Face format: --run RUN --directory DIR."),
+    "worker": ("hosts.worker", "Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT."),
     "fleet": (
-        "titan_rl.hosts.elastic:VERB.run",
+        "hosts.elastic",
         "Show the hosts and generators of a living run, add some, take some away: RUN [add|remove ...].",
     ),
-    "watch": (
-        "titan_rl.view.watch:VERB.run",
-        "Show the newest recorded rollouts of a run while it goes on: RUN [--once].",
-    ),
+    "watch": ("view.watch", "Show the newest recorded rollouts of a run while it goes on: RUN [--once]."),
     "replay": (
-        "titan_rl.playing.replay:VERB.run",
+        "playing.replay",
         "Play a recorded group again and say token by token whether it is the same: RUN --group N.",
     ),
-    "launch": ("titan_rl.submit:main", "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train."),
+    "launch": ("submit:main", "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train."),
     "report": (
-        "titan_rl.view.report:VERB.run",
+        "view.report",
         "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...] [--output FILE].",
     ),
-    "runs": ("titan_rl.run.runs:VERB.run", "List the runs of a directory: state, step, score, how to go on."),
+    "runs": ("run.runs", "List the runs of a directory: state, step, score, how to go on."),
     "doctor": (
-        "titan_rl.run.doctor:VERB.run",
+        "run.doctor",
         "Look at this host: what would stop a run, what dead runs have left, and what to do about it.",
     ),
 }
-"""Verb → what runs it, given its arguments and `prog`; and what it does."""
+"""Verb → the module of its `VERB`, or the function that is given its arguments and `prog`; and what it does."""
 
 
 def _listing(lines: dict[str, str]) -> str:

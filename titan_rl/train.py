@@ -48,6 +48,13 @@ from titan_rl.weights.segment_files import sweep_dead_segments
 C = TypeVar("C", bound=RunConfig)
 
 TRUSTED = "--trusted-network"
+HOST_OPTIONS = {
+    "--hosts ADDRESS:PORT,...": ("placement.hosts", "workers on other hosts (`titan-rl worker`), as --placement.hosts"),
+    TRUSTED: (
+        "placement.trusted_network",
+        "needed with other hosts, unless there is TLS: whoever reaches a port of the run can run any code",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.train") -> int:
@@ -237,16 +244,14 @@ signals:    SIGUSR1 prints the stacks of all threads and tasks of every process 
     options={
         "--recipe NAME": "a recipe (`titan-rl recipes` lists them), or your own: pkg.mod:function, file.py:function",
         "--config FILE.toml": "a recipe's name and settings; relative file names in it start at its directory",
-        "--name NAME": "name of the run, as --logging.name",
+        "--name NAME": ("logging.name", "name of the run, as --logging.name"),
         "--resume RUN": "go on with a run: its directory or one of its checkpoints; its settings need not be repeated; "
         "`auto`: the newest unfinished run of this recipe and config (one with a checkpoint first), or a new one",
-        "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
-        TRUSTED: "needed with other hosts, unless there is TLS: whoever reaches a port of the run can run any code",
+        **HOST_OPTIONS,
         "--dry-run": "print the resolved config and the placement, and start nothing; exit code 2 if this host has too "
         "few CUDA devices",
     },
     takes_words=True,
-    aliases={"--name": "logging.name", "--hosts": "placement.hosts", TRUSTED: "placement.trusted_network"},
 )
 
 

@@ -62,10 +62,9 @@ class Verb:
     """Given the command and the program's name; returns the exit code. A ConfigError is printed, with exit code 2."""
     about: str
     """First paragraphs of the help; `{prog}` is the program's name."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Options besides settings → a line of help: `--recipe NAME`, `--resume RUN`, `--port PORT`, `--dry-run`."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Short option → the setting that it is. One that `options` lists without a value switches its setting on."""
+    options: Mapping[str, str | tuple[str, str]] = field(default_factory=dict)
+    """Options besides settings → a line of help: `--recipe NAME`, `--resume RUN`, `--dry-run`. Of one that is short for
+    a setting, `--port PORT`, the setting and the help; one without a value switches its setting on."""
     config: Callable[[Command], Any] = lambda command: None
     """The config whose settings the help lists; None: there are none."""
     takes_words: bool = False
@@ -77,7 +76,8 @@ class Verb:
         try:
             command = self.read(argv)
             if "--help" in command.flags:
-                print_help(self.config(command), about=self.about.format(prog=prog), options=self.options)
+                options = {option: each if isinstance(each, str) else each[1] for option, each in self.options.items()}
+                print_help(self.config(command), about=self.about.format(prog=prog), options=options)
                 return 0
             if command.given and not self.takes_settings:
                 raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
@@ -89,10 +89,11 @@ class Verb:
     def read(self, argv: Sequence[str]) -> Command:
         """The words, and the TOML file that they name. Raises ConfigError: an option without its value, or a TOML file
         that is missing or broken."""
-        flags = {"--help", *(option for option in self.options if " " not in option and option not in self.aliases)}
+        aliases = {option.split()[0]: each[0] for option, each in self.options.items() if isinstance(each, tuple)}
+        flags = {"--help", *(option for option in self.options if " " not in option and option not in aliases)}
         takes_recipe = any(option.startswith("--recipe ") for option in self.options)
         valued = {option.split()[0] for option in self.options if "." not in option.split()[0]}
-        valued -= {*flags, "--recipe", "--config", *self.aliases}
+        valued -= {*flags, "--recipe", "--config", *aliases}
         command = Command()
         recipe, file, settings = "", None, []
         arguments = ["--help" if word == "-h" else word for word in argv]
@@ -112,10 +113,10 @@ class Verb:
                 file = Path(_single(option, words)).expanduser()
             elif name in valued:
                 command.values[name] = _single(option, words)
-            elif name in self.aliases:
+            elif name in aliases:
                 words = words or ["true"] * (name in self.options)  # an option that is listed without a value
                 _single(option, words)
-                settings.append((option, self.aliases[name], words))
+                settings.append((option, aliases[name], words))
             else:
                 settings.append((option, option.removeprefix("--"), words))
         if file is not None:

@@ -267,14 +267,13 @@ VERB = Verb(
     act=_act,
     about=__doc__,
     options={
-        "--task TASK": "file.py:Class, pkg.mod:Class or a bundled task, as --environment.name",
+        "--task TASK": ("environment.name", "file.py:Class, pkg.mod:Class or a bundled task, as --environment.name"),
         "--samples N": f"sampled rollouts of each prompt ({SAMPLES}); 0: greedy only",
         "--temperature T": "of sampling (rollout.sampling.temperature)",
-        "--prompts N": "held-out prompts, as --evaluation.prompts",
+        "--prompts N": ("evaluation.prompts", "held-out prompts, as --evaluation.prompts"),
         "--model NAME": f"of the servers at URLs (their first one); a key is read from {KEY_VARIABLE}",
         "--recipe NAME": "play with the task and settings of a recipe",
         "--config FILE.toml": "settings; relative file names in it start at its directory",
     },
-    aliases={"--task": "environment.name", "--prompts": "evaluation.prompts"},
     takes_words=True,
 )
