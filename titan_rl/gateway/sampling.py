@@ -13,7 +13,7 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -204,33 +204,19 @@ def _without_panic(job: Callable[[], T]) -> T:
 class GatewayMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"titan_rl_gateway_{name}", what, labels, registry=self._registry)
-
-        def gauge(name: str, what: str, *labels: str) -> Gauge:
-            return Gauge(f"titan_rl_gateway_{name}", what, labels, registry=self._registry)
-
-        self.calls = counter("calls", "HTTP calls by path and status.", "path", "status")
-        self.open = gauge("open_calls", "HTTP calls without a finished answer.")
-        self.seconds = Histogram(
-            "titan_rl_gateway_call_seconds",
-            "From a call's headers to its answer's end.",
-            ["path"],
-            buckets=SECONDS_BUCKETS,
-            registry=self._registry,
-        )
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
-        self.completion_tokens = counter("completion_tokens", "Sampled tokens that were handed out.")
-        self.ignored_options = counter(
-            "ignored_options",
-            "Sampling options of a rollout's program that were not used: the run decides how the policy samples.",
-            "option",
-        )
-        self._in_flight = gauge("generator_in_flight", "Requests that a generator runs.", "generator")
-        self._served = gauge("generator_served", "Completions that a generator finished.", "generator")
-        self._failed = gauge("generator_failed", "Attempts on a generator that failed.", "generator")
-        self._state = gauge("generator_state", "1 for the state that it is in.", "generator", "state")
+        ours: dict[str, Any] = {"namespace": "titan_rl_gateway", "registry": self._registry}
+        self.calls = Counter("calls", "HTTP calls by path and status.", ["path", "status"], **ours)
+        self.open = Gauge("open_calls", "HTTP calls without a finished answer.", **ours)
+        about = "From a call's headers to its answer's end."
+        self.seconds = Histogram("call_seconds", about, ["path"], buckets=SECONDS_BUCKETS, **ours)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were answered.", **ours)
+        self.completion_tokens = Counter("completion_tokens", "Sampled tokens that were handed out.", **ours)
+        about = "Sampling options of a rollout's program that were not used: the run decides how the policy samples."
+        self.ignored_options = Counter("ignored_options", about, ["option"], **ours)
+        self._in_flight = Gauge("generator_in_flight", "Requests that a generator runs.", ["generator"], **ours)
+        self._served = Gauge("generator_served", "Completions that a generator finished.", ["generator"], **ours)
+        self._failed = Gauge("generator_failed", "Attempts on a generator that failed.", ["generator"], **ours)
+        self._state = Gauge("generator_state", "1 for the state that it is in.", ["generator", "state"], **ours)
 
     def exposition(self, fleet: Sequence[GeneratorStatus]) -> bytes:
         """Everything, with the fleet as it is now."""
