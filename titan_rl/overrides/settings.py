@@ -321,7 +321,7 @@ def _value(hint: Any, override: Override, before: Any) -> Any:
     return convert_value(hint, override.value, override.origin, words=override.words)
 
 
-# --- TOML ------------------------------------------------------------------------------------------------------------
+# --- plain data ------------------------------------------------------------------------------------------------------
 
 
 def to_toml(config: Any) -> str:
@@ -336,9 +336,6 @@ def to_toml(config: Any) -> str:
         }
 
     return tomli_w.dumps(without_none(_as_table(config)))
-
-
-# --- plain data ------------------------------------------------------------------------------------------------------
 
 
 def _as_table(config: Any, prefix: str = "") -> Table:

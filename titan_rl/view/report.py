@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.resources import files
-from itertools import groupby
-from operator import itemgetter
+from itertools import groupby, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +223,9 @@ def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[ListedRollout], st
 
 def _round_robin(rollouts: Sequence[ListedRollout]) -> list[ListedRollout]:
     """The first of every step, then the second of every step, …; training and evaluation apart."""
-    before: Counter[tuple[bool, int]] = Counter()
-    ranked = []
-    for each in sorted(rollouts, key=lambda each: (each.evaluated, each.step)):
-        ranked.append((before[each.evaluated, each.step], each))
-        before[each.evaluated, each.step] += 1
-    return [each for _, each in sorted(ranked, key=itemgetter(0))]
+    key = attrgetter("evaluated", "step")
+    steps = [[*those] for _, those in groupby(sorted(rollouts, key=key), key)]
+    return [each for those in zip_longest(*steps) for each in those if each is not None]
 
 
 def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
