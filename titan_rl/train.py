@@ -21,7 +21,7 @@ from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.directories import CONFIG, SUMMARY, check_replaceable
 from titan_rl.environments.base import find_task
-from titan_rl.errors import ActorGone, ConfigError, TaskError
+from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, TaskError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
 from titan_rl.loop.checkpoint_files import checkpoints
@@ -38,7 +38,7 @@ from titan_rl.overrides import (
 )
 from titan_rl.policy.losses import OF_EVERY_LOSS
 from titan_rl.processes import run_and_exit
-from titan_rl.run.checks import Problem, Severity, check_run
+from titan_rl.run.checks import check_run
 from titan_rl.run.memory import describe_memory, shape_of
 from titan_rl.run.runs import Resume, check_differences, differences, find, unfinished
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
@@ -286,23 +286,23 @@ def apply_command(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
 # --- what to do with it ----------------------------------------------------------------------------------------------
 
 
-def may_start(problems: Sequence[Problem], prog: str, *, dry_run: bool = False) -> bool:
+def may_start(problems: Sequence[ConfigError], prog: str, *, dry_run: bool = False) -> bool:
     """Say why a run may not start, or what it is warned of; what only this host lacks does not end a dry run."""
-    harmless = {Severity.WARNING, Severity.ABSENT} if dry_run else {Severity.WARNING}
-    refusals = [problem.sentence for problem in problems if problem.severity not in harmless]
-    for sentence in refusals or (f"warning: {problem.sentence}" for problem in problems):
+    harmless = (ConfigWarning, AbsentError) if dry_run else ConfigWarning
+    refusals = [problem for problem in problems if not isinstance(problem, harmless)]
+    for sentence in refusals or (f"warning: {problem}" for problem in problems):
         print_error(prog, sentence)
     return not refusals
 
 
-def problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+def problems(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]:
     """Everything that is wrong with the config; then the task is tried, unless something is."""
     problems = check_run(config, detect_host())
-    if any(problem.severity is Severity.ERROR for problem in problems):
+    if not all(isinstance(problem, (AbsentError, ConfigWarning)) for problem in problems):
         return problems
     from titan_rl.run.task_check import check_task
 
-    return problems + [problem for problem in check_task(config, imports) if problem not in problems]
+    return problems + [each for each in check_task(config, imports) if str(each) not in map(str, problems)]
 
 
 def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from titan_rl import serve, train
 from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.directories import CONFIG
-from titan_rl.errors import ActorGone, ConfigError, RequestLost
+from titan_rl.errors import ActorGone, ConfigError, ConfigWarning, RequestLost
 from titan_rl.export import export_weights
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.openai_client import ChatServer
@@ -23,7 +23,7 @@ from titan_rl.overrides import Command
 from titan_rl.policy.config import PolicyConfig
 from titan_rl.rollout.config import RolloutConfig, SamplingConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.run.checks import Severity, check_serving
+from titan_rl.run.checks import check_serving
 from titan_rl.run.players import Player
 from titan_rl.run.runs import find
 from titan_rl.serve import KEY_VARIABLE
@@ -112,7 +112,7 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
         if "generator.max_model_len" not in task.given:
             config = serve.with_checkpoint_length(config)
         problems = check_serving(config, detect_host(), gateway)
-        if refusals := [each.sentence for each in problems if each.severity is not Severity.WARNING]:
+        if refusals := [str(each) for each in problems if not isinstance(each, ConfigWarning)]:
             raise ConfigError("; ".join(refusals))
         wanted: Options = {**options, "imports": task.imports}
         async with bring_up(config, gateway, **wanted) as up:

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_origin
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
-from titan_rl.errors import AbsentError, ConfigError
+from titan_rl.errors import AbsentError, ConfigError, ConfigWarning
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, refuse_more_ranks
 from titan_rl.hosts.facts import HostFacts, transport
@@ -38,7 +38,7 @@ from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.run import cuda
-from titan_rl.run.doctor import Problem, Severity, quick_problems, warning
+from titan_rl.run.doctor import quick_problems
 from titan_rl.run.memory import shape_of, too_large
 from titan_rl.supervision.placement import assumed_hosts, plan, plays, resolve_device, with_devices
 
@@ -55,19 +55,18 @@ OPEN_FILES, OPEN_FILES_PER_PROCESS = 128, 8
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
-def problems_of(*checks: Callable[[], object]) -> list[Problem]:
+def problems_of(*checks: Callable[[], object]) -> list[ConfigError]:
     """What the checks raise."""
-    problems = []
+    problems: list[ConfigError] = []
     for check in checks:
         try:
             check()
         except ConfigError as error:
-            severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
-            problems.append(Problem(sentence=str(error), severity=severity))
+            problems.append(error)
     return problems
 
 
-def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
+def check_run(config: RunConfig, host: HostFacts) -> list[ConfigError]:
     """All problems of a run of `config` on `host`."""
     agents, logging = config.rollout.agents, config.logging
     problems = problems_of(partial(check_environment, config))
@@ -91,7 +90,7 @@ def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
     ]
 
 
-def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[Problem]:
+def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[ConfigError]:
     """All problems of serving the policy of `config` on `host` at the gateway's address."""
     return [
         *quick_problems(config.logging.directory),
@@ -127,13 +126,13 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
     check_open_files(host, placement.processes)
 
 
-def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[Problem]:
+def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[ConfigError]:
     if resolve_device(config, host) == "cuda":
         return []
     meshes = {"generator": config.generator.tensor_parallel}
     meshes |= {} if serving else {"trainer": config.trainer.ranks}
     return [
-        warning(
+        ConfigWarning(
             f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
             f"({mesh}.tensor_parallel, {'trainer.data_parallel, ' * (mesh == 'trainer')}placement.threads), and this "
             f"host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster"

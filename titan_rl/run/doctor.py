@@ -13,17 +13,15 @@ import platform
 import re
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
 from titan_rl import __version__
+from titan_rl.errors import AbsentError, ConfigError, ConfigWarning
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb
@@ -46,31 +44,20 @@ _TITLE = re.compile(r"titan_rl \S+ rank \d+ \(\S+ of (?P<owner>[^)]+)\)")
 """Of a process of a mesh."""
 
 
-class Severity(StrEnum):
-    ERROR = "error"
-    """The run is refused on any host."""
-    ABSENT = "absent"
-    """This host lacks something: a device, a file, a package, memory, a port. The run is refused here; a dry run, which
-    may be meant for another host, warns."""
-    WARNING = "warning"
-    """The run starts, but may not do what its author expects."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    sentence: str
-    severity: Severity = Severity.ERROR
-
-
-def warning(sentence: str) -> Problem:
-    return Problem(sentence=sentence, severity=Severity.WARNING)
-
-
-def quick_problems(directory: str) -> Iterator[Problem]:
+def quick_problems(directory: str) -> Iterator[ConfigError]:
     """What every start looks at. The run will write to the directory, which need not exist yet."""
     for package in CORE:
         yield from package_problems(package)
-    yield from disk_problems(directory)
+    place = Path(directory).expanduser().absolute()
+    try:
+        disk = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
+    except OSError:  # what cannot be looked at cannot be written either, which is said elsewhere
+        return
+    if disk.total and disk.free < LITTLE_DISK:
+        yield ConfigWarning(
+            f"{directory} has {disk.free / _GIB:.2f} GiB free: checkpoints may not fit; remove old runs "
+            "(`titan-rl runs`), or name another place, --logging.directory"
+        )
 
 
 def pins() -> dict[str, str]:
@@ -82,35 +69,19 @@ def pins() -> dict[str, str]:
     return {pin[1]: pin[2] for each in required if (pin := _PIN.match(each)) is not None}
 
 
-def package_problems(package: str) -> Iterator[Problem]:
+def package_problems(package: str) -> Iterator[ConfigError]:
     """Whether a pinned package is there, in its version. Builds of one version (`+cpu`) are the same."""
     wanted, found = pins().get(package, ""), installed(package)
     remedy = "`scripts/setup.sh` in a clone installs what runs need, in the versions that belong together"
     if not found:
-        yield Problem(sentence=f"the package {package} is not installed: {remedy}", severity=Severity.ABSENT)
+        yield AbsentError(f"the package {package} is not installed: {remedy}")
     elif wanted and found.partition("+")[0] != wanted:
-        yield warning(f"{package} {found} is installed, and titan_rl was tested with {wanted}: {remedy}")
+        yield ConfigWarning(f"{package} {found} is installed, and titan_rl was tested with {wanted}: {remedy}")
 
 
-def disk_problems(directory: str) -> Iterator[Problem]:
-    place = Path(directory).expanduser().absolute()
-    try:
-        disk = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
-    except OSError:  # what cannot be looked at cannot be written either, which is said elsewhere
-        return
-    if disk.total and disk.free < LITTLE_DISK:
-        yield warning(
-            f"{directory} has {disk.free / _GIB:.2f} GiB free: checkpoints may not fit; remove old runs "
-            "(`titan-rl runs`), or name another place, --logging.directory"
-        )
-
-
-_STYLES = {Severity.ERROR: "red", Severity.ABSENT: "red", Severity.WARNING: "yellow"}
-
-
-def examine(host: HostFacts) -> list[tuple[str, str | Problem]]:
+def examine(host: HostFacts) -> list[tuple[str, str | ConfigError]]:
     """What was looked at, with what it is like, or what is wrong with it and what to do."""
-    sections: dict[str, Iterable[str | Problem]] = {
+    sections: dict[str, Iterable[str | ConfigError]] = {
         "titan_rl": [f"{__version__} on Python {platform.python_version()}, {platform.platform()}"],
         "packages": _packages(),
         "processor": _processor(host),
@@ -121,50 +92,53 @@ def examine(host: HostFacts) -> list[tuple[str, str | Problem]]:
     return [(about, found) for about, section in sections.items() for found in section]
 
 
-def _packages() -> Iterator[str | Problem]:
+def _packages() -> Iterator[str | ConfigError]:
     yield ", ".join(f"{name} {installed(name) or '–'}" for name in CORE)
     if not pins():
-        yield warning(
+        yield ConfigWarning(
             "titan_rl itself is not installed, so that no versions can be compared: pip install -e . in its clone"
         )
     for name in dict.fromkeys((*CORE, *pins())):
         yield from package_problems(name)
 
 
-def _processor(host: HostFacts) -> Iterator[str | Problem]:
+def _processor(host: HostFacts) -> Iterator[str | ConfigError]:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     busy = os.getloadavg()[0]
     said = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set; a run sets placement.threads"
     yield f"{host.cpus} cores, {said}"
     if threads.isdecimal() and int(threads) > host.cpus:
-        yield warning(f"OMP_NUM_THREADS={threads} is more than {host.cpus} cores: threads that spin slow down all")
+        yield ConfigWarning(
+            f"OMP_NUM_THREADS={threads} is more than {host.cpus} cores: threads that spin slow down all"
+        )
     if busy > host.cpus:
-        yield warning(f"{busy:.0f} threads want {host.cpus} cores: runs will be slow until they end")
+        yield ConfigWarning(f"{busy:.0f} threads want {host.cpus} cores: runs will be slow until they end")
     flags = re.search(r"^flags.*", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     if flags is not None and "avx2" not in flags[0].split() and not host.cuda_devices:
-        sentence = "vLLM's CPU build needs AVX2, and this processor has none: use another host"
-        yield Problem(sentence=sentence, severity=Severity.ABSENT)
+        yield AbsentError("vLLM's CPU build needs AVX2, and this processor has none: use another host")
 
 
-def _memory(host: HostFacts) -> Iterator[str | Problem]:
+def _memory(host: HostFacts) -> Iterator[str | ConfigError]:
     yield f"{host.memory / _GIB:.1f} GiB available"
     if 0 < host.memory < LITTLE_MEMORY:
-        yield warning(f"{host.memory / _GIB:.1f} GiB are available, and copy4 takes 4 to train: end other programs")
+        yield ConfigWarning(
+            f"{host.memory / _GIB:.1f} GiB are available, and copy4 takes 4 to train: end other programs"
+        )
 
 
-def _devices(host: HostFacts) -> Iterator[str | Problem]:
+def _devices(host: HostFacts) -> Iterator[str | ConfigError]:
     count = len(host.cuda_devices)
     yield counted(count, "CUDA device") if count else "no CUDA device; runs compute on the CPU"
     if not count and any(Path("/dev").glob("nvidia[0-9]*")):
-        yield warning(
+        yield ConfigWarning(
             "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
             f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says"
         )
     for sentence in (*cuda.lacking(host), *cuda.slowing()) if count else ():
-        yield warning(sentence)
+        yield ConfigWarning(sentence)
 
 
-def _remains(temporary: Path) -> Iterator[str | Problem]:
+def _remains(temporary: Path) -> Iterator[str | ConfigError]:
     """What dead runs have left. The next start removes files; processes end with their controller, or are named."""
     segments, scratch = dead_segments(DIRECTORY), list(dead_scratch(temporary))
     size = sum(path.stat().st_size for path in segments)
@@ -173,10 +147,10 @@ def _remains(temporary: Path) -> Iterator[str | Problem]:
     yield f"{' and '.join(found) or 'none'} of dead runs" + "; the next start removes them" * bool(found)
     if foreign := [path for path in segments if path.stat().st_uid != os.getuid()]:
         size = sum(path.stat().st_size for path in foreign)
-        yield warning(f"{size:,} bytes of them are other users', who must remove them: {foreign[0]}, …")
+        yield ConfigWarning(f"{size:,} bytes of them are other users', who must remove them: {foreign[0]}, …")
     if orphans := _orphans():
         pids = " ".join(map(str, orphans))
-        yield warning(f"{len(orphans)} processes have outlived their run: kill -9 {pids}")
+        yield ConfigWarning(f"{len(orphans)} processes have outlived their run: kill -9 {pids}")
     for lock in temporary.glob(f"{PREFIX}*/agent.lock"):
         pid, _, run = _read(lock).partition(" ")
         if pid.isdecimal() and Path(f"/proc/{pid}").exists():
@@ -204,15 +178,13 @@ def _act(command: Command, prog: str) -> int:
     findings = examine(detect_host())
     console = Console(highlight=False, markup=False, emoji=False)
     width = max(len(about) for about, _ in findings) + 2
-    counts = Counter[Severity]()
     for about, found in findings:
-        mark, text = Text("ok       ", "green"), found
-        if isinstance(found, Problem):
-            counts[found.severity] += 1
-            warns, text = found.severity is Severity.WARNING, found.sentence
-            mark = Text("warning  " if warns else "stops    ", _STYLES[found.severity])
-        console.print(mark + Text(about.ljust(width)) + Text(text), soft_wrap=True)
-    stopping, warnings = counts.total() - counts[Severity.WARNING], counts[Severity.WARNING]
+        mark = Text("ok       ", "green")
+        if isinstance(found, ConfigError):
+            mark = Text("warning  ", "yellow") if isinstance(found, ConfigWarning) else Text("stops    ", "red")
+        console.print(mark + Text(about.ljust(width)) + Text(str(found)), soft_wrap=True)
+    warnings = sum(isinstance(found, ConfigWarning) for _, found in findings)
+    stopping = sum(isinstance(found, ConfigError) for _, found in findings) - warnings
     console.print(f"{counted(stopping, 'problem')} would stop a run, {counted(warnings, 'warning')}")
     return EXIT_FAILED if stopping else 0
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.environments.rubric import EXACT_MATCH
-from titan_rl.errors import AbsentError, ActorGone, ConfigError, TaskError
+from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, TaskError
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.process_io import passed_on
 from titan_rl.isolation.wire import LONGEST_SHOWN, CallKind, TaskCheck, TaskInfo, UserCall
@@ -28,7 +28,6 @@ from titan_rl.loop.system import group_request
 from titan_rl.one_line import one_line
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.run.doctor import Problem, Severity, warning
 from titan_rl.run.players import not_sampled
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Purpose
 
@@ -38,14 +37,14 @@ RENDER_SECONDS = 1.0
 """Time limit for trying prompts with the tokenizer."""
 
 
-def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]:
     """The problem that keeps the task of `config` from being played, or its `warning`. Call it if `check_run` found
     nothing."""
     # hide the output of user code and the ends of its processes: the problem says what matters of them
     logging.getLogger("titan_rl.isolation").addHandler(logging.NullHandler())
     name = config.environment.name
     try:
-        warned = asyncio.run(_try(config, imports))
+        warning = asyncio.run(_try(config, imports))
     except BaseExceptionGroup as failures:
         error: BaseException = failures.exceptions[0]
         if not isinstance(error, (ConfigError, TaskError, ActorGone)):
@@ -53,15 +52,14 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     except (ConfigError, TaskError, ActorGone) as raised:
         error = raised
     else:
-        return [warning(warned)] if warned else []
+        return [ConfigWarning(warning)] if warning else []
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
     if "did not finish within" in sentence:
         sentence += "; environment.step_seconds is the time that each call may take"
     for withheld in os.environ.keys() - passed_on(os.environ, config.environment.variables).keys():
         if len(withheld) > 2 and re.search(rf"\b{re.escape(withheld)}\b", sentence):
             sentence += f"; user code sees the variable {withheld} only if environment.variables names it"
-    severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
-    return [Problem(sentence=sentence, severity=severity)]
+    return [AbsentError(sentence) if isinstance(error, AbsentError) else ConfigError(sentence)]
 
 
 async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
