@@ -160,10 +160,7 @@ class CheckpointError(TitanError):
 
 
 class Stopped(TitanError):
-    """Somebody asked the run to end, by a signal."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal_number)
+    """Somebody asked the run to end, by a signal, whose number is the argument."""
 
     def __str__(self) -> str:
         name = signal.Signals(self.args[0]).name

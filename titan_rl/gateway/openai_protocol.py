@@ -2,7 +2,7 @@
 
 - A field that is not here is refused by name, never ignored: whoever sends it expects another answer. `verbosity` and
   `reasoning_effort` are among them: nothing in the policy's prompt could say so.
-- `Hints` are taken and not used, because agent frameworks send them with every call.
+- Hints are taken and not used, because agent frameworks send them with every call.
 - An assistant message comes back from a client as its framework keeps it, with fields of its own: those are not read.
 - A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
 - Types are strict: no number is read out of a text, no flag out of a number.
@@ -61,9 +61,10 @@ class StreamOptions(Strict):
     """A hint: no padding is sent."""
 
 
-class Hints(Strict):
-    """Taken and not used: they are about OpenAI's service, or say what the policy does anyway."""
+class Sampling(Strict):
+    """What chat and text completions share."""
 
+    # Hints: they are about OpenAI's service, or say what the policy does anyway.
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
@@ -71,10 +72,6 @@ class Hints(Strict):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-
-
-class Sampling(Hints):
-    """What chat and text completions share."""
 
     model: Annotated[str, Field(max_length=1024)]
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
