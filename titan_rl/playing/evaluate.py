@@ -83,8 +83,6 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 def share(passed: int, of: int) -> Estimate:
     """A pass rate with Wilson's score interval (E. B. Wilson 1927)."""
-    if not 0 <= passed <= of or not of:
-        raise ValueError(f"{passed} of {of}")
     rate = passed / of
     middle = (rate + _Z**2 / (2 * of)) / (1 + _Z**2 / of)
     half = _Z / (1 + _Z**2 / of) * math.sqrt(rate * (1 - rate) / of + _Z**2 / (4 * of**2))
