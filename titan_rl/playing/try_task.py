@@ -63,26 +63,11 @@ SHOWN_PROMPTS = 3
 HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends"
 
 
-class DemonstrationPolicy:
-    """A policy that answers with the turns of the task's demonstrations."""
-
-    def __init__(self) -> None:
-        self._turns: list[Message] = []
-
-    def begin(self, shown: DemonstrationMessages) -> None:
-        self._turns = [message for message in shown.messages if message.role == "assistant"]
-
-    async def next_message(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
-    ) -> tuple[Message, FinishReason]:
-        """Raises RequestError: the task wants another turn."""
-        if not self._turns:
-            raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
-        return self._turns.pop(0), FinishReason.STOP
-
-
-class InputEnded(TitanError):
-    """The person at the terminal has ended it."""
+async def _next_turn(turns: list[Message], *_: object) -> tuple[Message, FinishReason]:
+    """Of a demonstration. Raises RequestError: the task wants another turn."""
+    if not turns:
+        raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
+    return turns.pop(0), FinishReason.STOP
 
 
 class Person:
@@ -105,7 +90,7 @@ class Person:
     async def next_message(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
     ) -> tuple[Message, FinishReason]:
-        """Raises InputEnded: there is no further line."""
+        """Raises TitanError: there is no further line."""
         async with self._one_at_a_time:  # what is shown last is what is answered
             if self.shown and not extends(messages, self._conversation[: self.shown]):
                 self._show(self._conversation[self.shown :])
@@ -139,7 +124,7 @@ class Person:
         if text is None:
             self.ended = True
             self._console.print()
-            raise InputEnded("the input is over")
+            raise TitanError("the input is over")
         return text
 
     def _read(self) -> asyncio.Future[str | None]:
@@ -174,12 +159,13 @@ class Trial:
         self._rewards: list[float] = []
         self._failed = 0
 
-    async def demonstrations(self, player: Player, policy: DemonstrationPolicy) -> int:
+    async def demonstrations(self, player: Player, turns: list[Message]) -> int:
+        """The policy's `turns` are those of each demonstration."""
         self._begin(player, "its own demonstrations")
         for number in range(self._prompts):
             call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
             shown: DemonstrationMessages = await player.runner.pool.call(call)
-            policy.begin(shown)
+            turns[:] = [message for message in shown.messages if message.role == "assistant"]
             self._title(f"demonstration {number}")
             if shown.has_answer:
                 self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
@@ -341,9 +327,9 @@ def _act(command: Command, prog: str) -> int:
             async with message_player(patient, task.imports, person.next_message) as player:
                 return await trial.typed(player, person)
         if policy == DEMONSTRATIONS:
-            shown = DemonstrationPolicy()
-            async with message_player(config, task.imports, shown.next_message) as player:
-                return await trial.demonstrations(player, shown)
+            turns: list[Message] = []
+            async with message_player(config, task.imports, partial(_next_turn, turns)) as player:
+                return await trial.demonstrations(player, turns)
         async with message_player(config, task.imports, server_at(policy, command).next_message) as player:
             return await trial.policy(player, policy)
 

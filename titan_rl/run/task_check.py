@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -28,6 +29,7 @@ from titan_rl.loop.system import group_request
 from titan_rl.one_line import one_line
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rollout.group_runner import GroupRunner
+from titan_rl.rollout.rollouter import Generate
 from titan_rl.run.players import not_sampled
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Purpose
 
@@ -110,6 +112,7 @@ def _shown(prompt: tuple[Message, ...] | None) -> str:
 async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> str:
     """Returns a warning where the examples' answers get no reward."""
     tiny = config.policy.tiny
+    silent, _ = _says(runner.renderer, "")
     remedy = (
         "policy.tiny.symbols and policy.tiny.special_tokens have to hold every symbol of the task "
         '(policy.tiny.tokenizer = "chat" writes any text)'
@@ -120,7 +123,7 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
         _render(runner.renderer, info, check, remedy)
     if config.trainer.warmup.steps:
         try:
-            await runner.run_group(group_request(config, Purpose.DEMONSTRATE, 0), _SaysAlways(runner.renderer, ""))
+            await runner.run_group(group_request(config, Purpose.DEMONSTRATE, 0), silent)
         except TaskError as error:
             where = "" if str(error).startswith("demonstration") else "demonstration 0: "
             raise ConfigError(f"{where}{error}" + (f"; {remedy}" if "symbol" in str(error) else "")) from error
@@ -129,9 +132,9 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
     said_right: list[tuple[int, float]] = []  # tokens and reward of right answers that can be said
     plays = ((Purpose.TRAIN, 2 if info.scores_groups else 1), (Purpose.EVALUATE, 1))
     for (purpose, samples), answer in zip(plays, (check.answers[0], check.answers[-1]), strict=True):
-        policy = _SaysAlways(runner.renderer, answer)
+        policy, tokens = _says(runner.renderer, answer)
         result = await runner.run_group(group_request(config, purpose, 0, samples=samples), policy)
-        said_right += [(policy.tokens, rollout.reward) for rollout in result.rollouts if policy.tokens]
+        said_right += [(tokens, rollout.reward) for rollout in result.rollouts if tokens]
         for rollout, trajectory in zip_longest(result.rollouts, result.trajectories):
             if rollout.error:
                 messages = trajectory.messages if trajectory is not None else ()
@@ -148,10 +151,10 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
                 )
     if info.multi_turn or info.tools or info.scores_groups or len(said_right) < len(plays):
         return ""
-    tokens, reward = map(max, zip(*said_right, strict=True))
-    if tokens >= (room := config.rollout.sampling.max_new_tokens):
-        return f"a right answer has {tokens} tokens and its end, rollout.sampling.max_new_tokens is {room}: it is cut"
-    wrong = await runner.run_group(group_request(config, Purpose.TRAIN, 0), _SaysAlways(runner.renderer, ""))
+    longest, reward = map(max, zip(*said_right, strict=True))
+    if longest >= (room := config.rollout.sampling.max_new_tokens):
+        return f"a right answer has {longest} tokens and its end, rollout.sampling.max_new_tokens is {room}: it is cut"
+    wrong = await runner.run_group(group_request(config, Purpose.TRAIN, 0), silent)
     if reward > 0 or any(reward > rollout.reward for rollout in wrong.rollouts):
         return ""
     return (
@@ -173,19 +176,17 @@ def _render(renderer: Renderer, info: TaskInfo, check: TaskCheck, remedy: str) -
                 return
 
 
-class _SaysAlways:
-    """A policy that always says one text, or repeats its prompt if the tokenizer cannot write that text."""
+def _says(renderer: Renderer, text: str) -> tuple[Generate, int]:
+    """A policy that always says one text, or repeats its prompt if the tokenizer cannot write that text; and the tokens
+    of the text."""
+    said: list[int] = []
+    with suppress(TaskError):
+        said = renderer.encode(text)
 
-    def __init__(self, renderer: Renderer, text: str):
-        self._renderer = renderer
-        try:
-            self._said = renderer.encode(text)
-        except TaskError:
-            self._said = []
-        self.tokens = len(self._said)
-
-    async def __call__(self, request: GenerationRequest) -> Completion:
-        token_ids = [*(self._said or request.prompt_token_ids.tolist()), self._renderer.stop_token_ids[0]]
+    async def generate(request: GenerationRequest) -> Completion:
+        token_ids = [*(said or request.prompt_token_ids.tolist()), renderer.stop_token_ids[0]]
         room = request.sampling.max_new_tokens
         reason = FinishReason.STOP if len(token_ids) <= room else FinishReason.LENGTH
         return not_sampled(request, token_ids[:room], reason)
+
+    return generate, len(said)
