@@ -37,15 +37,15 @@ class Sampler:
         self._fleet = fleet
         self._metrics = metrics
         self._max_choices = max_choices
-        self._thread = RenderThread()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
 
     async def whole(self, call: CompletionCall, caller: Caller) -> list[Delta]:
         """Every choice, in one delta, once all are sampled. Raises ApiError, TitanError: the call is refused, or
         failed."""
         async with self._sampled(call, caller, stream=False) as (readers, sampled):
             completions = {index: each async for index, each in sampled if isinstance(each, Completion)}
-            deltas = await self._thread.run(
-                lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
+            deltas = await in_turn(
+                self._thread, lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
             )
             for delta in deltas:
                 self._answered(delta, call, caller)
@@ -55,7 +55,7 @@ class Sampler:
         """Every delta, as tokens come; a choice whose stop text was found is not sampled any further. As `whole`."""
         async with self._sampled(call, caller, stream=True) as (readers, sampled):
             async for index, what in sampled:
-                delta = await self._thread.run(functools.partial(readers[index].read_next, what))
+                delta = await in_turn(self._thread, functools.partial(readers[index].read_next, what))
                 if delta is None:
                     continue
                 if delta.choice is not None:
@@ -75,8 +75,8 @@ class Sampler:
         call.check_length(self.policy)
         requests: list[GenerationRequest] = []
         try:
-            prompts, stops = await self._thread.run(
-                lambda: ([*map(caller.prompt, call.prompts)], call.stop_tokens(self.policy.renderer))
+            prompts, stops = await in_turn(
+                self._thread, lambda: ([*map(caller.prompt, call.prompts)], call.stop_tokens(self.policy.renderer))
             )
             requests = caller.requests(call, prompts, stops)
             for option in caller.ignored_options(call):
@@ -181,15 +181,10 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class RenderThread:
-    """Runs jobs in one thread, in the order in which they were given: renderers are not made for several threads."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
-
-    async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises. It does not run at all when the caller is cancelled before its turn."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _without_panic, job)
+async def in_turn(thread: ThreadPoolExecutor, job: Callable[[], T]) -> T:
+    """What `job` returns or raises, in a pool of one thread: renderers are not made for several. It does not run at all
+    when the caller is cancelled before its turn."""
+    return await asyncio.get_running_loop().run_in_executor(thread, _without_panic, job)
 
 
 def _without_panic(job: Callable[[], T]) -> T:
