@@ -85,41 +85,20 @@ VERBS = {
     "train": ("train:main", "Train a policy: TASK.py or --recipe NAME [--section.key VALUE ...]."),
     "tune": ("playing.tune", "Search learning rate, entropy bonus and group size for a task: TASK.py."),
     "recipes": ("cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
-    "algorithms": (
-        "cli:list_algorithms",
-        "List the algorithms: credit and losses, their papers and when to use which: [NAME].",
-    ),
+    "algorithms": ("cli:list_algorithms", "List algorithms (credit, losses), their papers, when to use which: [NAME]."),
     "try": ("playing.try_task", "Play a task without training: prompts, tools, rewards, by hand or by a policy."),
-    "eval": (
-        "playing.evaluate",
-        "Compare policies on a task's held-out prompts: exact match, reward, pass@k with intervals.",
-    ),
-    "plan": (
-        "planner.command",
-        "Simulate a run's throughput and staleness for splits of the devices, max staleness and weight sync.",
-    ),
+    "eval": ("playing.evaluate", "Compare policies on held-out prompts: exact match, reward, pass@k with intervals."),
+    "plan": ("planner.command", "Simulate throughput and staleness for device splits, max staleness and weight sync."),
     "serve": ("serve", "Serve a checkpoint over HTTP, with OpenAI's API: --policy.path DIR [--port PORT]."),
     "export": ("export", "Write a checkpoint's weights in Hugging Face format: --run RUN --directory DIR."),
     "worker": ("hosts.worker", "Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT."),
-    "fleet": (
-        "hosts.elastic",
-        "Show the hosts and generators of a living run, add some, take some away: RUN [add|remove ...].",
-    ),
+    "fleet": ("hosts.elastic", "Show a living run's hosts and generators, add or remove some: RUN [add|remove ...]."),
     "watch": ("view.watch", "Show the newest recorded rollouts of a run while it goes on: RUN [--once]."),
-    "replay": (
-        "playing.replay",
-        "Play a recorded group again and say token by token whether it is the same: RUN --group N.",
-    ),
+    "replay": ("playing.replay", "Play a recorded group again and compare it token by token: RUN --group N."),
     "launch": ("submit:main", "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train."),
-    "report": (
-        "view.report",
-        "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...] [--output FILE].",
-    ),
+    "report": ("view.report", "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...]."),
     "runs": ("run.runs", "List the runs of a directory: state, step, score, how to go on."),
-    "doctor": (
-        "run.doctor",
-        "Look at this host: what would stop a run, what dead runs have left, and what to do about it.",
-    ),
+    "doctor": ("run.doctor", "Look at this host: what would stop a run, what dead runs have left, and what to do."),
 }
 """Verb → the module of its `VERB`, or the function that is given its arguments and `prog`; and what it does."""
 
