@@ -72,12 +72,10 @@ class Verb:
     takes_settings: bool = True
 
     def run(self, argv: Sequence[str], *, prog: str) -> int:
-        """Run the verb; returns the exit code."""
         try:
             command = self.read(argv)
             if "--help" in command.flags:
-                options = {option: each if isinstance(each, str) else each[1] for option, each in self.options.items()}
-                print_help(self.config(command), about=self.about.format(prog=prog), options=options)
+                self._print_help(self.config(command), prog)
                 return 0
             if command.given and not self.takes_settings:
                 raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
@@ -91,11 +89,10 @@ class Verb:
         that is missing or broken."""
         aliases = {option.split()[0]: each[0] for option, each in self.options.items() if isinstance(each, tuple)}
         flags = {"--help", *(option for option in self.options if " " not in option and option not in aliases)}
-        takes_recipe = any(option.startswith("--recipe ") for option in self.options)
-        valued = {option.split()[0] for option in self.options if "." not in option.split()[0]}
-        valued -= {*flags, "--recipe", "--config", *aliases}
+        valued = {"--config", *(option.split()[0] for option in self.options if "." not in option.split()[0])}
+        valued -= {*flags, *aliases}
         command = Command()
-        recipe, file, settings = "", None, []
+        settings: list[tuple[str, str, list[str]]] = []
         arguments = ["--help" if word == "-h" else word for word in argv]
         if self.takes_words:
             first = next((place for place, word in enumerate(arguments) if word.startswith("--")), len(arguments))
@@ -107,10 +104,6 @@ class Verb:
                     raise ConfigError(f"{option}: takes no value, got {' '.join(words)!r}")
                 command.words += words
                 command.flags.add(name)
-            elif name == "--recipe" and takes_recipe:
-                recipe = _single(option, words)
-            elif name == "--config":
-                file = Path(_single(option, words)).expanduser()
             elif name in valued:
                 command.values[name] = _single(option, words)
             elif name in aliases:
@@ -119,18 +112,33 @@ class Verb:
                 settings.append((option, aliases[name], words))
             else:
                 settings.append((option, option.removeprefix("--"), words))
-        if file is not None:
+        if name := command.values.pop("--config", ""):
+            file = Path(name).expanduser()
             table = read_toml(file)
-            if takes_recipe:
+            if "--recipe" in valued:
                 command.recipe = table.pop("recipe", "")
                 command.recipe_base = file.resolve().parent
             if not isinstance(command.recipe, str):
                 raise ConfigError(f"{file}: recipe: expected one text, got {command.recipe!r}")
             command.layers.append(toml_overrides(table, file))
-        if recipe:
+        if recipe := command.values.pop("--recipe", ""):
             command.recipe, command.recipe_base = recipe, Path.cwd()
         command.layers.append(option_overrides(settings, Path.cwd()))
         return command
+
+    def _print_help(self, config: Any, prog: str) -> None:
+        print(self.about.format(prog=prog).strip())
+        if self.options:
+            print("\noptions")
+            width = max(map(len, self.options))
+            for option, each in self.options.items():
+                text = f"  {option.ljust(width)}  {each if isinstance(each, str) else each[1]}"
+                print(textwrap.fill(text, WIDTH, subsequent_indent=" " * (width + 4)))
+        if config is not None:
+            print(
+                "\nsettings and their values; the command line wins over --config FILE.toml, and that over the recipe"
+            )
+            print(*_settings(config, "", {option.split()[0] for option in self.options}), sep="\n")
 
 
 def print_error(prog: str, message: object) -> None:
@@ -198,21 +206,6 @@ def _single(option: str, words: list[str]) -> str:
 
 
 WIDTH = 110
-
-
-def print_help(config: Any, *, about: str, options: Mapping[str, str]) -> None:
-    """Print what a verb takes: its options, and the settings of `config` with their values."""
-    print(about.strip())
-    if options:
-        print("\noptions")
-        width = max(map(len, options))
-        for option, text in options.items():
-            print(textwrap.fill(f"  {option.ljust(width)}  {text}", WIDTH, subsequent_indent=" " * (width + 4)))
-    if config is None:
-        return
-    print("\nsettings and their values; the command line wins over --config FILE.toml, and that over the recipe")
-    for line in _settings(config, "", {option.split()[0] for option in options}):
-        print(line)
 
 
 def _settings(config: Any, prefix: str, listed: Collection[str] = ()) -> Iterator[str]:
