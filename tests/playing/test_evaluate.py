@@ -110,8 +110,8 @@ async def test_rollouts_that_user_code_fails_are_counted_and_left_out(tmp_path):
     (tmp_path / "flaky.py").write_text(FLAKY)
     scores, lines = await scores_of(right_on(lambda *_: True), name=f"{tmp_path / 'flaky.py'}:Flaky")
     failed = [line for line in lines if line["error"]]
-    assert 0 < len(failed) == scores.failed < len(lines)
-    assert "no reward today" in scores.first_error and "flaky.py:" in scores.first_error
+    assert 0 < len(failed) == len(scores.errors) < len(lines)
+    assert "no reward today" in scores.errors[0] and "flaky.py:" in scores.errors[0]
     assert {*scores.measures(4)["exact match, greedy"].values()} == {1.0}
     assert len(scores.greedy) == (len(lines) - len(failed)) / 5
 

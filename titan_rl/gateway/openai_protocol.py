@@ -123,9 +123,6 @@ class FunctionDeclaration(Strict):
     strict: bool | None = None
     """A hint: decoding is not constrained by the schema, so arguments may break it."""
 
-    def spec(self) -> ToolSpec:
-        return ToolSpec(self.name, self.description or "", self.parameters or {})
-
 
 class Tool(Strict):
     type: Literal["function"]
@@ -230,7 +227,8 @@ class ChatCompletionRequest(Sampling):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     def call(self, call_id: str) -> CompletionCall:
-        tools = [] if self.tool_choice == "none" else [tool.function.spec() for tool in self.tools or ()]
+        declared = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+        tools = [ToolSpec(each.name, each.description or "", each.parameters or {}) for each in declared]
         chat = Chat([message.message() for message in self.messages], tools)
         most = self.max_completion_tokens or self.max_tokens
         return self._call(call_id, [chat], most, logprobs=bool(self.logprobs))

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from titan_rl.errors import TitanError
 from titan_rl.gateway.callers import CALLER, Caller
-from titan_rl.gateway.calls import ApiError, Choice, Delta, ServedPolicy, api_error
+from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy, api_error
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message
@@ -125,7 +125,9 @@ class OpenAIAnswer(ABC):
         return [self.chunk([self.choice(delta)])]
 
     def _choice_json(self, delta: Delta, content: Json, logprobs: Json | None) -> Json:
-        reason = None if delta.choice is None else _finish_reason(delta.choice)
+        reason = None
+        if (choice := delta.choice) is not None:
+            reason = "tool_calls" if choice.message.tool_calls else "stop" if choice.stopped else "length"
         written = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**written, "token_ids": delta.tokens} if self.body.return_token_ids else written
 
@@ -220,12 +222,6 @@ class ChatAnswer(OpenAIAnswer):
                 for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
             ]
         }
-
-
-def _finish_reason(choice: Choice) -> str:
-    if choice.message.tool_calls:
-        return "tool_calls"
-    return "stop" if choice.stopped else "length"
 
 
 class JsonResponse(JSONResponse):

@@ -115,13 +115,12 @@ class Scores:
     greedy: dict[int, RolloutRecord] = field(default_factory=dict)
     """By prompt; only those that were graded."""
     sampled: dict[int, list[RolloutRecord]] = field(default_factory=dict)
-    failed: int = 0
-    first_error: str = ""
+    errors: list[str] = field(default_factory=list)
+    """Of those that failed."""
 
     def add(self, rollout: RolloutRecord, *, greedy: bool) -> None:
         if rollout.error:
-            self.failed += 1
-            self.first_error = self.first_error or rollout.error
+            self.errors.append(rollout.error)
         elif greedy:
             self.greedy[rollout.group] = rollout
         else:
@@ -179,7 +178,7 @@ async def play(player: Player, scores: Scores, *, samples: int, temperature: flo
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
     if not (scores.greedy or scores.sampled):
-        raise TaskError(f"all {scores.failed} rollouts failed; the first: {scores.first_error}")
+        raise TaskError(f"all {len(scores.errors)} rollouts failed; the first: {scores.errors[0]}")
 
 
 def table(all_scores: Sequence[Scores], samples: int) -> Table:
@@ -241,9 +240,9 @@ def _act(command: Command, prog: str) -> int:
         console.print(f"\n{config.environment.name}, sampled {samples} times at temperature {temperature:g}\n")
         Console(highlight=False, width=WIDEST).print(table(all_scores, samples))
         for scores in all_scores:
-            if scores.failed:
-                failed = counted(scores.failed, "failed rollout")
-                console.print(f"{scores.name}: {failed} not counted; the first: {scores.first_error}")
+            if errors := scores.errors:
+                failed = counted(len(errors), "failed rollout")
+                console.print(f"{scores.name}: {failed} not counted; the first: {errors[0]}")
         console.print()
         return 0, f"is done; every rollout is in {directory / RESULTS}"
 
