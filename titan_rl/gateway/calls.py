@@ -12,6 +12,7 @@
 """
 
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -82,6 +83,8 @@ class CompletionCall:
     """Whether the client wants those of the sampled tokens, with each token's text."""
     drawing: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the client set and that change how tokens are drawn."""
+    usage: Counter[str] = field(default_factory=Counter)
+    """Tokens of every prompt once, and of every choice that was answered so far."""
 
     def sampling(self, prompt_tokens: int, stops: tuple[int, ...], policy: ServedPolicy) -> SamplingParams:
         """How the client wants a prompt of so many tokens to be completed. `stops`: from `stop_tokens`."""

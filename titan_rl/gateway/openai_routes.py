@@ -107,9 +107,11 @@ class OpenAIAnswer(ABC):
     def __init__(self, body: ChatCompletionRequest | CompletionRequest, policy: ServedPolicy) -> None:
         self.body = body
         self.call = body.call(f"{self.kinds[2]}-{uuid.uuid4().hex}")
-        self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        """Tokens of every prompt once, and of every choice so far."""
         self._head = {"id": self.call.id, "created": int(time.time()), "model": policy.name}
+
+    @property
+    def usage(self) -> Json:
+        return {**self.call.usage, "total_tokens": self.call.usage.total()}
 
     def whole(self, choices: Sequence[Json]) -> Json:
         return {**self._head, "object": self.kinds[0], "choices": choices, "usage": self.usage}
@@ -131,13 +133,6 @@ class OpenAIAnswer(ABC):
         written = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**written, "token_ids": delta.tokens} if self.body.return_token_ids else written
 
-    def _count(self, delta: Delta) -> None:
-        if delta.choice is not None:
-            first = delta.index % self.call.choices == 0
-            self.usage["prompt_tokens"] += len(delta.prompt) if first else 0
-            self.usage["completion_tokens"] += len(delta.choice.completion.token_ids)
-            self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
-
 
 class TextAnswer(OpenAIAnswer):
     kinds = ("text_completion", "text_completion", "cmpl")
@@ -148,7 +143,6 @@ class TextAnswer(OpenAIAnswer):
         """Of each choice: length of the text of the tokens that were written, each by itself."""
 
     def choice(self, delta: Delta) -> Json:
-        self._count(delta)
         content: Json = {"text": delta.text}
         if delta.first and self.body.return_token_ids:
             content["prompt_token_ids"] = delta.prompt
@@ -175,7 +169,6 @@ class ChatAnswer(OpenAIAnswer):
 
     def choice(self, delta: Delta) -> Json:
         assert delta.choice is not None
-        self._count(delta)
         self._prompt = delta.prompt
         message = delta.choice.message
         content: Json = {"role": "assistant", "content": message.content, "refusal": None}
@@ -190,7 +183,6 @@ class ChatAnswer(OpenAIAnswer):
             content["content"] = delta.text
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        self._count(delta)
         content |= self._more(delta.index, delta.choice.message)
         for number, call in enumerate(content.get("tool_calls", ())):
             call["index"] = number

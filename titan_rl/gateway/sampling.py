@@ -93,9 +93,10 @@ class Sampler:
     def _answered(self, last: Delta, call: CompletionCall, caller: Caller) -> None:
         assert last.choice is not None
         caller.on_answer(last.choice)
-        self._metrics.completion_tokens.inc(len(last.choice.completion.token_ids))
-        if last.index % call.choices == 0:
-            self._metrics.prompt_tokens.inc(len(last.prompt))
+        prompt, completion = len(last.prompt) * (last.index % call.choices == 0), len(last.choice.completion.token_ids)
+        call.usage.update(prompt_tokens=prompt, completion_tokens=completion)
+        self._metrics.prompt_tokens.inc(prompt)
+        self._metrics.completion_tokens.inc(completion)
 
 
 class SampleStream:
