@@ -48,7 +48,8 @@ def read_lengths(text: str, seed: int = 0) -> Lengths:
     try:
         match kind, rest.split(":"):
             case "constant", [tokens]:
-                return read_lengths(f"uniform:{tokens}:{tokens}", seed)
+                least = int(tokens)
+                draw = partial(Generator.integers, low=least, high=least, endpoint=True)
             case "uniform", [low, high]:
                 least = int(low)
                 draw = partial(Generator.integers, low=least, high=int(high), endpoint=True)
@@ -187,7 +188,6 @@ class PlannedEngine:
         self.due = math.inf
         """When `boundary` is to be called."""
         self.busy_seconds = 0.0
-        self.sampled_tokens = 0
         self._queue: deque[Sequence] = deque()
         self._batch: list[tuple[int, int, Sequence]] = []  # heap of (step that it finishes with, order, sequence)
         self._step = 0  # steps so far
@@ -219,7 +219,6 @@ class PlannedEngine:
             self.version, self._loading = loaded, None
         elif self._batch:
             self.busy_seconds += self._ahead * self._speed.step_seconds(len(self._batch))
-            self.sampled_tokens += self._ahead * len(self._batch)
             self._step += self._ahead
             while self._batch and self._batch[0][0] <= self._step:
                 finished.append(heapq.heappop(self._batch)[2])

@@ -166,7 +166,7 @@ class Trial:
             call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
             shown: DemonstrationMessages = await player.runner.pool.call(call)
             turns[:] = [message for message in shown.messages if message.role == "assistant"]
-            self._title(f"demonstration {number}")
+            self._title(number, "demonstration")
             if shown.has_answer:
                 self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
             else:
@@ -177,7 +177,7 @@ class Trial:
     async def typed(self, player: Player, policy: Person) -> int:
         self._begin(player, HOW_TO_TYPE)
         for index in self._indices(player):
-            self._title(self._names(index))
+            self._title(index)
             policy.begin()
             try:
                 rollouts = await player.play(player.request(index, self._purpose))
@@ -194,7 +194,7 @@ class Trial:
         self._begin(player, name)
         for index in self._indices(player):
             rollouts = await player.play(player.request(index, self._purpose, samples=self._samples))
-            self._title(self._names(index))
+            self._title(index)
             self._show(rollouts)
         return self._sum_up()
 
@@ -219,11 +219,9 @@ class Trial:
             raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts")
         return range(self._prompts if there is None else min(self._prompts, there))
 
-    def _names(self, index: int) -> str:
-        return f"{'held-out' if self._purpose is Purpose.EVALUATE else 'training'} prompt {index}"
-
-    def _title(self, text: str) -> None:
-        self._console.print(Rule(text, style="dim", align="left"))
+    def _title(self, number: int, what: str = "") -> None:
+        what = what or ("held-out prompt" if self._purpose is Purpose.EVALUATE else "training prompt")
+        self._console.print(Rule(f"{what} {number}", style="dim", align="left"))
 
     def _show(self, rollouts: Sequence[RolloutRecord], *, seen: int = 0) -> None:
         """The rollouts of a prompt: messages from number `seen` on, after the first rollout without the prompt."""
