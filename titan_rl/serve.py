@@ -21,7 +21,7 @@ from titan_rl.hosts.facts import detect_host
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
 from titan_rl.policy.models.qwen3 import read_shape
-from titan_rl.run.checks import check_serving
+from titan_rl.run.checks import check_run
 from titan_rl.weights.segment_files import sweep_dead_segments
 
 CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
@@ -62,7 +62,7 @@ def _act(command: Command, prog: str) -> int:
         config = replace(config, gateway=replace(config.gateway, model=name))
     sweep_dead_segments()
     host, dry_run = detect_host(), "--dry-run" in command.flags
-    if not train.may_start(check_serving(config, host, config.gateway), prog, dry_run=dry_run):
+    if not train.may_start(check_run(config, host, config.gateway), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
         secret = "***" if config.gateway.api_key else ""

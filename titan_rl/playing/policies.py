@@ -23,7 +23,7 @@ from titan_rl.overrides import Command
 from titan_rl.policy.config import PolicyConfig
 from titan_rl.rollout.config import RolloutConfig, SamplingConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.run.checks import check_serving
+from titan_rl.run.checks import check_run
 from titan_rl.run.players import Player
 from titan_rl.run.runs import find
 from titan_rl.serve import KEY_VARIABLE
@@ -111,7 +111,7 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
         config = replace(task.config, policy=PolicyConfig(path=str(directory)))
         if "generator.max_model_len" not in task.given:
             config = serve.with_checkpoint_length(config)
-        problems = check_serving(config, detect_host(), gateway)
+        problems = check_run(config, detect_host(), gateway)
         if refusals := [str(each) for each in problems if not isinstance(each, ConfigWarning)]:
             raise ConfigError("; ".join(refusals))
         wanted: Options = {**options, "imports": task.imports}

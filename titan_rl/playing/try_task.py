@@ -29,7 +29,6 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment, find_task
 from titan_rl.errors import ActorGone, ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
@@ -275,16 +274,13 @@ def _assignments(text: str, tool: ToolSpec) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{word!r} is no NAME=VALUE of its arguments")
             name, value = names[0], text.strip()
         kind = tool.parameters["properties"][name].get("type", "string")
-        yield name, value if kind == "string" else _value(value)
-        if value == text.strip():
+        is_all = value == text.strip()
+        if kind != "string":
+            with suppress(ValueError):  # it is for the tool to refuse, as it would the policy's
+                value = json.loads(value)
+        yield name, value
+        if is_all:
             return
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:  # for the tool to refuse, as it would the policy's
-        return text
 
 
 def _act(command: Command, prog: str) -> int:
@@ -307,8 +303,10 @@ def _act(command: Command, prog: str) -> int:
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
     check_environment(config)
-    policy = policy or (DEMONSTRATIONS if _demonstrates(config) else TYPED)
-    if policy == DEMONSTRATIONS and not _demonstrates(config):
+    played = import_name(config.environment.name, SHORT_NAMES)
+    demonstrates = played.demonstration is not Environment.demonstration
+    policy = policy or (DEMONSTRATIONS if demonstrates else TYPED)
+    if policy == DEMONSTRATIONS and not demonstrates:
         raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
     if policy not in (DEMONSTRATIONS, TYPED) and "://" not in policy:
 
@@ -336,11 +334,6 @@ def _act(command: Command, prog: str) -> int:
     except (TaskError, GeneratorFailed, ActorGone) as error:
         print_error(prog, error)
         return EXIT_FAILED
-
-
-def _demonstrates(config: RunConfig) -> bool:
-    task = import_name(config.environment.name, SHORT_NAMES)
-    return getattr(task, "demonstration", None) is not Environment.demonstration
 
 
 VERB = Verb(

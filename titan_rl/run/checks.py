@@ -66,51 +66,39 @@ def problems_of(*checks: Callable[[], object]) -> list[ConfigError]:
     return problems
 
 
-def check_run(config: RunConfig, host: HostFacts) -> list[ConfigError]:
-    """All problems of a run of `config` on `host`."""
-    agents, logging = config.rollout.agents, config.logging
-    problems = problems_of(partial(check_environment, config))
-    if not problems:  # else nobody knows whether programs play it
-        problems += problems_of(
-            partial(_placement, config, host),
-            lambda: _address("rollout.agents.port", agents.host, agents.port) if plays(config) else None,
+def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None = None) -> list[ConfigError]:
+    """All problems of a run of `config` on `host`; or of serving its policy at the gateway's address."""
+    agents, logging, serving = config.rollout.agents, config.logging, gateway is not None
+    problems = [] if serving else problems_of(partial(check_environment, config))
+    if not problems:  # else nobody knows whether programs play the task
+        port = None
+        if gateway is not None:
+            port = ("--port", gateway.host, gateway.port)
+        elif plays(config):
+            port = ("rollout.agents.port", agents.host, agents.port)
+        problems = problems_of(
+            partial(_placement, config, host, serving=serving), lambda: _address(*port) if port else None
         )
+    of_training = (
+        partial(_algorithm, config),
+        partial(_named, config, "rollout.rollouter", {}, Rollouter),
+        lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
+        lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
+        lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
+    )
     return [
         *quick_problems(logging.directory),
         *problems,
-        *_more_ranks_than_cores(config, host),
+        *_more_ranks_than_cores(config, host, serving=serving),
         *problems_of(
-            *_serving_checks(config, host),
-            partial(_algorithm, config),
-            partial(_named, config, "rollout.rollouter", {}, Rollouter),
-            lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
-            lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
-            lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
+            partial(_policy, config, host),
+            partial(_generator, config, host, serving=serving),
+            partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
+            partial(_strategy, config),
+            partial(_directory, "logging.directory", logging.directory),
+            *(() if serving else of_training),
         ),
     ]
-
-
-def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[ConfigError]:
-    """All problems of serving the policy of `config` on `host` at the gateway's address."""
-    return [
-        *quick_problems(config.logging.directory),
-        *_more_ranks_than_cores(config, host, serving=True),
-        *problems_of(
-            partial(_placement, config, host, serving=True),
-            *_serving_checks(config, host, serving=True),
-            partial(_address, "--port", gateway.host, gateway.port),
-        ),
-    ]
-
-
-def _serving_checks(config: RunConfig, host: HostFacts, *, serving: bool = False) -> tuple[Callable[[], object], ...]:
-    return (
-        partial(_policy, config, host),
-        partial(_generator, config, host, serving=serving),
-        partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
-        partial(_strategy, config),
-        partial(_directory, "logging.directory", config.logging.directory),
-    )
 
 
 def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:

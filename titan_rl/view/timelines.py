@@ -237,11 +237,10 @@ def _spent(
     states = {rank: _states(spans, middles, codes) for rank, spans in ranks.items()}
     if resolve:
         waits = np.array([bool(waits_for) for _, waits_for in kinds])
+        players = [state for (mesh, _), state in sorted(states.items()) if mesh.startswith("rollout")]
         for (mesh, rank), mine in states.items():
             if rank and (mesh, 0) in states:
                 _resolve(mine, codes.get(("", RANK_0), -1), [states[mesh, 0]], waits)
-        players = [state for (mesh, _), state in sorted(states.items()) if mesh.startswith("rollout")]
-        for (mesh, _), mine in states.items():
             if players and not mesh.startswith("rollout"):
                 _resolve(mine, codes.get(("", ROLLOUTS), -1), players, waits)
     found: dict[str, list[np.ndarray]] = {}
