@@ -10,7 +10,6 @@ signals:    SIGUSR1 prints the stacks of all threads and tasks of every process 
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
 
 from titan_rl import train
 from titan_rl.config import RunConfig
@@ -28,8 +27,6 @@ CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
 LONGEST = 4096
 """Tokens of prompt and completion together, where neither the checkpoint nor the user says less."""
 KEY_VARIABLE = "TITAN_RL_API_KEY"
-
-C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,7 +94,7 @@ def _with_gateway(config: RunConfig) -> ServeConfig:
     return ServeConfig(**settings, gateway=GatewayConfig(api_key=os.environ.get(KEY_VARIABLE, "")))
 
 
-def with_checkpoint_length(config: C) -> C:
+def with_checkpoint_length(config: train.C) -> train.C:
     """The config with the length of a checkpoint that is shorter than the default."""
     directory = Path(config.policy.path)
     if config.policy.tiny is not None or not (directory / "config.json").is_file():

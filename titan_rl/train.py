@@ -121,9 +121,7 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
     found = differences(config_of_run(resume.run), config)
     check_differences(found, resume.run)
     for difference in found:
-        print_error(
-            prog, f"{difference}{' (its results are close to those before, not bitwise)' if difference.close else ''}"
-        )
+        print_error(prog, difference)
     if (resume.run / SUMMARY).exists():
         if not checkpoints(resume.run):
             raise ConfigError(

@@ -82,10 +82,8 @@ class Result:
     needed: dict[Resource, float]
     ages: dict[int, int]
     """Staleness in steps → groups trained at that age."""
-    trained_length: float
-    """Mean tokens of trained completions."""
-    population_length: float
-    """Mean tokens of all completions that were asked for."""
+    trained_to_population_length: float
+    """Mean tokens of trained completions, by those of all that were asked for."""
     trainer_busy: float
     """Share of the time."""
     generators_busy: float
@@ -313,8 +311,7 @@ class _Simulation:
             trained_tokens=work.sampled_tokens,
             needed=seconds_needed(scenario, work),
             ages=dict(sorted(self._ages.items())),
-            trained_length=work.sampled_tokens / samples,
-            population_length=self._asked_tokens / self._asked,
+            trained_to_population_length=work.sampled_tokens / samples / (self._asked_tokens / self._asked),
             trainer_busy=work.train_seconds / self._now,
             generators_busy=sum(e.busy_seconds for e in self._engines.values()) / self._now / len(self._engines),
         )

@@ -71,13 +71,12 @@ def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None 
     agents, logging, serving = config.rollout.agents, config.logging, gateway is not None
     problems = [] if serving else problems_of(partial(check_environment, config))
     if not problems:  # else nobody knows whether programs play the task
-        port = None
+        port = ("rollout.agents.port", agents.host, agents.port)
         if gateway is not None:
             port = ("--port", gateway.host, gateway.port)
-        elif plays(config):
-            port = ("rollout.agents.port", agents.host, agents.port)
         problems = problems_of(
-            partial(_placement, config, host, serving=serving), lambda: _address(*port) if port else None
+            partial(_placement, config, host, serving=serving),
+            lambda: _address(*port) if serving or plays(config) else None,
         )
     of_training = (
         partial(_algorithm, config),

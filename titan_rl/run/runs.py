@@ -160,13 +160,9 @@ class Difference:
     def allowed(self) -> bool:
         return self.setting.startswith((*MAY_CHANGE, *CLOSE))
 
-    @property
-    def close(self) -> bool:
-        """Whether the run goes on with other last bits."""
-        return self.setting.startswith(CLOSE)
-
     def __str__(self) -> str:
-        return f"{self.setting} {self.before!r} → {self.now!r}"
+        close = " (its results are close to those before, not bitwise)" * self.setting.startswith(CLOSE)
+        return f"{self.setting} {self.before!r} → {self.now!r}{close}"
 
 
 def differences(before: RunConfig, now: RunConfig) -> list[Difference]:

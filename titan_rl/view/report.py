@@ -334,9 +334,6 @@ def _packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)).decode("ascii")
 
 
-# --- the verb --------------------------------------------------------------------------------------------------------
-
-
 def _act(command: Command, prog: str) -> int:
     runs = [Path(word) for word in command.words]
     if not runs:
