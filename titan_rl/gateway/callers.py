@@ -27,7 +27,6 @@ from titan_rl.rollout.trajectory import Prompt, RolloutRequest, Trajectory
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, GenerationRequest
 
-SCHEME = "Bearer "
 CALLER = "titan_rl.caller"
 """Where a call's ASGI scope has its `Caller`."""
 
@@ -151,7 +150,7 @@ class RolloutKeys(ApiKeys):
 
     def caller(self, authorization: str) -> Caller | None:
         # Looked up by digest, so that timing reveals nothing about existing keys.
-        key = authorization.removeprefix(SCHEME)
+        key = authorization.removeprefix("Bearer ")
         return None if key == authorization else self._by_key.get(_digest(key))
 
     def end_all(self) -> None:

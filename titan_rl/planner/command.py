@@ -41,10 +41,7 @@ COLUMNS = {
     "generators busy": "{generators_busy:.0%}",
 }
 """Of the table, and what each shows of a row."""
-OF_RESULT = (
-    *("tokens_per_second", "share_of_bound", "mean_age", "trained_to_population_length"),
-    *("trainer_busy", "generators_busy"),
-)
+OF_RESULT = ("tokens_per_second", "share_of_bound", "mean_age", "trainer_busy", "generators_busy")
 LEGEND = (
     "÷ sync: against S = 0 on the same split. ÷ colocated: against S = 0 with every device in both roles, in turn.",
     "of bound: against a perfect schedule of the resource in `limited by`. age: staleness in steps at consumption.",
@@ -142,6 +139,7 @@ def _row(result: Result, synchronous: Result, colocated: Result) -> dict[str, An
         "ages": {str(age): count for age, count in result.ages.items()},
         "max_age": max(result.ages, default=0),
         "bound": scenario.limits.bound,
+        "trained_to_population_length": result.trained_to_population_length,
     }
 
 

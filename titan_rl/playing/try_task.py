@@ -75,16 +75,15 @@ class Person:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._echoes = sys.stdin.isatty()
-        self.shown = 0
-        """Messages of the conversation that were shown."""
-        self._conversation: list[Message] = []
+        self.begin()
         self.ended = False
         self._typed: asyncio.Future[str | None] | None = None  # of the thread that reads a line
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self) -> None:
         self.shown = 0
-        self._conversation = []
+        """Messages of the conversation that were shown."""
+        self._conversation: list[Message] = []
 
     async def next_message(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest

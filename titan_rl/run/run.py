@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,7 @@ def run(
 
 def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
     """Serve until a signal; returns the exit code."""
-
-    def say(text: str) -> None:
-        print(text, flush=True)
+    say = partial(print, flush=True)
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
         async with bring_up(config, gateway, imports=imports, **options) as up:
