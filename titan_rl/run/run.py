@@ -86,7 +86,8 @@ def run(
 
     checkpoint = None if resume is None else resume.checkpoint(say, read_ledger)
     stopping = "saving the newest weights, then closing; once more: closing without saving"
-    code, how, directory = conduct(config, work, say=say, stopping=stopping, directory=resume and resume.run)
+    where = None if resume is None else resume.run
+    code, how, directory = conduct(config, work, say=say, stopping=stopping, directory=where)
     if replay_until:
         say(f"the replay {how}")
         return code
@@ -100,7 +101,8 @@ def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, .
     say = partial(print, flush=True)
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
-        async with bring_up(config, gateway, imports=imports, **options) as up:
+        wanted: Options = {**options, "imports": imports}
+        async with bring_up(config, gateway, **wanted) as up:
             key = "with the API key" if gateway.api_key else "without an API key"
             say(f"serving {gateway.model} at {up.gateway.url}/v1, {key}; Ctrl-C stops it")
             await asyncio.Event().wait()

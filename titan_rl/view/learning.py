@@ -67,8 +67,7 @@ class Finding:
 
 
 def change_of(values: Sequence[float]) -> tuple[float, float, bool] | None:
-    """Mean of the first and the last third, and whether they differ by more than chance; None where they say
-    nothing."""
+    """Mean of the first and the last third, and whether they differ by more than chance; None of too few steps."""
     if len(values) < FEWEST_STEPS:
         return None
     first, last = values[: len(values) // 3], values[-(len(values) // 3) :]
