@@ -49,7 +49,7 @@ def die_with_owner(life: str) -> None:
     try:
         pipe = os.open(life, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # no file any more
-        sys.exit("the owner died while its process started")
+        sys.exit("the owner died while it started this process")
     die_with_peer(pipe)
 
 
@@ -64,7 +64,7 @@ def die_with_peer(descriptor: int) -> None:
             os.read(descriptor, 1)  # an end of file, unless there is somebody
         except BlockingIOError:
             return
-    sys.exit("whoever asked for this process died while it started")
+    sys.exit("the owner died while it started this process")
 
 
 def ending_in_words(code: int) -> str:
