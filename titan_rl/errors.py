@@ -20,8 +20,12 @@ class ConfigError(TitanError):
 
 
 class AbsentError(ConfigError):
-    """Something that the run config names is missing on this host: a data file, a package. It may be there on the host
-    that the run is meant for, so a dry run warns of it where it would refuse."""
+    """Something that the run needs is missing on this host: a device, a data file, a package, memory, a port. It may be
+    there on the host that the run is meant for, so a dry run warns of it where it would refuse."""
+
+
+class ConfigWarning(ConfigError):
+    """The run starts, but may not do what its author expects. Printed and not raised."""
 
 
 class InvariantError(TitanError):
@@ -173,10 +177,7 @@ class CheckpointError(TitanError):
 
 
 class Stopped(TitanError):
-    """Somebody asked the run to end, by a signal."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal_number)
+    """Somebody asked the run to end, by a signal, whose number is the argument."""
 
     def __str__(self) -> str:
         name = signal.Signals(self.args[0]).name

@@ -3,6 +3,7 @@ one mesh. Standard library only; `join_world` imports torch when it is called.
 """
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -46,32 +47,24 @@ def die_with_owner(life: str) -> None:
     """Have the kernel kill this process when no process has the named pipe `life` open for writing any more. If there
     is none now, this process ends."""
     try:
-        _die_at_event(pipe := os.open(life, os.O_RDONLY | os.O_NONBLOCK))
-        os.read(pipe, 1)  # an end of file, unless there is a writer
-    except BlockingIOError:
-        return
+        pipe = os.open(life, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:  # no file any more
-        pass
-    sys.exit("the owner died while its process started")
+        sys.exit("the owner died while it started this process")
+    die_with_peer(pipe)
 
 
-def die_with_peer(connection: int) -> None:
-    """The same for the process at the other end of a connection, which is to send nothing more."""
-    _die_at_event(connection)
-    try:
-        socket.socket(fileno=os.dup(connection)).recv(1)
-    except BlockingIOError:
-        return
-    except ConnectionError:  # it died before it had read all that it was sent
-        pass
-    sys.exit("whoever asked for this process died while it started")
-
-
-def _die_at_event(descriptor: int) -> None:
-    """The descriptor stays open."""
+def die_with_peer(descriptor: int) -> None:
+    """The same for whoever has the other end of a pipe or a connection, which is to send nothing more. The descriptor
+    stays open."""
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+    with contextlib.suppress(ConnectionError):  # it died before it had read all that it was sent
+        try:
+            os.read(descriptor, 1)  # an end of file, unless there is somebody
+        except BlockingIOError:
+            return
+    sys.exit("the owner died while it started this process")
 
 
 def ending_in_words(code: int) -> str:

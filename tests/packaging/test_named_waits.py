@@ -52,6 +52,7 @@ ENDED_BY = {
     "gateway/callers.py:idle": "open calls end with their requests; the end of the rollout",
     "gateway/callers.py:cancel_when": "the end that it is given",
     "gateway/sampling.py:__anext__": "the requests, which end",
+    "run/run.py:work": "a signal or a fault: `run_serving` watches for both",
     "supervision/run_end.py:unless_given_up": "the work, whose calls wait so long for a trainer that is replaced",
     "supervision/run_end.py:until_either": "any fault or signal, or the end of the mesh or of the work",
     "supervision/supervisor.py:until": "the end of a mesh or its start, which are bounded; `close` cancels who waits",

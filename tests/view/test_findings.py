@@ -106,9 +106,9 @@ def test_an_alarm_counts_its_steps():
 
 def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_waits_for():
     lanes = [
-        Lane("trainer", 1, {}, Account("trainer", 1, 0.35, {"rollouts": 0.55, "weights": 0.1})),
-        Lane("generator0", 1, {}, Account("generator0", 1, 0.6, {"slots": 0.4})),
-        Lane("router", 1, {}, Account("router", 1, 0.1, {"rollouts": 0.9})),
+        Lane("trainer", 1, [], Account("trainer", 1, 0.35, {"rollouts": 0.55, "weights": 0.1})),
+        Lane("generator0", 1, [], Account("generator0", 1, 0.6, {"slots": 0.4})),
+        Lane("router", 1, [], Account("router", 1, 0.1, {"rollouts": 0.9})),
     ]
     found = said(run_of(lanes=lanes), "trainer is idle more than half of the time")
     assert "65%" in found.text and "the rollout workers" in found.text and "rollout.workers" in found.do
@@ -116,7 +116,7 @@ def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_wait
 
 
 def test_generators_that_wait_for_the_same_make_one_finding():
-    lanes = [Lane(name, 1, {}, Account(name, 1, busy, {"slots": 1 - busy})) for name, busy in BUSY.items()]
+    lanes = [Lane(name, 1, [], Account(name, 1, busy, {"slots": 1 - busy})) for name, busy in BUSY.items()]
     (found,) = findings(run_of(lanes=lanes))
     assert found.title == "2 generators are idle more than half of the time" and "They waited 60% to 70%" in found.text
     assert found.kind is Kind.WARNING

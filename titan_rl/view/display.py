@@ -212,7 +212,8 @@ class RunDisplay:
         width = max(map(len, ("last step", *meshes)))
         parts.append(Padding(self._table(meshes, now, width), (1, 0, 0, 0) if self._training else 0))
         if self._phases:
-            timing = ", ".join(f"{name} {_seconds(value)}" for name, value in self._phases.items())
+            spent = self._phases.items()
+            timing = ", ".join(f"{name} {1000 * s:.0f} ms" if s < 1 else f"{name} {s:.1f} s" for name, s in spent)
             parts.append(Text(f"{'last step':<{width}}  {timing}", style="dim", overflow="ellipsis", no_wrap=True))
         for at, text in self._warnings.copy():
             line = f"{_minutes(now - at)} ago  {text}"
@@ -301,10 +302,6 @@ def curve(values: Sequence[float], width: int = _CURVE) -> str:
 def _meter(share: float, width: int) -> Text:
     full = round(min(1.0, max(0.0, share)) * width)
     return Text.assemble(("█" * full, "cyan"), ("░" * (width - full), "dim"), f" {share:4.0%}")
-
-
-def _seconds(value: float) -> str:
-    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
 def _minutes(seconds: float) -> str:
