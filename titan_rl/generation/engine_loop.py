@@ -13,6 +13,7 @@ a request come before its completion and in order, and no token comes in two pie
 """
 
 import datetime
+import math
 import os
 import threading
 import time
@@ -89,11 +90,11 @@ class EngineLoop:
         self._queued_for: dict[str, float] = {}  # of requests in the engine
         self._waiting: list[_Call] = []  # for a change that is not decided yet
         self._applying: list[_Call] = []  # for the decision that is being applied
-        self._failure: BaseException | None = None
+        self._failure: GeneratorFailed | None = None
         self._engine: Engine | None = None
         self._progress = 0
-        self._patience, self._patient_until = first_step_seconds, 0.0
-        self._has_bound = True  # building, pulling, sleeping or waking: whoever asked for it has a bound of its own
+        self._patience = first_step_seconds
+        self._patient_until = math.inf  # building, pulling, sleeping or waking: whoever asked has a bound of its own
         self._ready: Future[None] = _promise()
         self._ended: Future[None] = _promise()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
@@ -196,7 +197,7 @@ class EngineLoop:
         that never ends. In a build, pull or sleep, which have bounds of their own, it grows by being asked, and for a
         while in the first step."""
         with self._changed:
-            self._progress += self._has_bound or time.monotonic() < self._patient_until
+            self._progress += time.monotonic() < self._patient_until
             return self._progress
 
     # In the engine thread.
@@ -211,13 +212,10 @@ class EngineLoop:
             self._ready.set_exception(error)
             return
         with self._changed:
-            self._engine, self._has_bound = engine, False
+            self._engine, self._patient_until = engine, 0.0
         self._ready.set_result(None)
         try:
-            if self._rank == 0:
-                self._lead(lockstep)
-            else:
-                self._follow(lockstep)
+            self._drive(lockstep)
             timeline.doing("close")
             engine.close()
         except BaseException as error:
@@ -226,34 +224,24 @@ class EngineLoop:
             return
         self._ended.set_result(None)
 
-    def _lead(self, lockstep: Lockstep) -> None:
+    def _drive(self, lockstep: Lockstep) -> None:
         action = None
         while action is not LoopAction.CLOSE:
-            decision = self._next_decision(lockstep)
-            action = decision.action
-            lockstep.ranks.broadcast(decision)
-            decided_at = time.monotonic()
-            outcome = self._apply(decision, lockstep)
-            timeline.doing("settle")
-            self._settle(decision, outcome, decided_at)
-
-    def _follow(self, lockstep: Lockstep) -> None:
-        action = None
-        while action is not LoopAction.CLOSE:
-            timeline.doing("wait", "rank 0")
-            decision: LoopDecision = lockstep.ranks.broadcast(None)
-            action = decision.action
-            self._apply(decision, lockstep)
-
-    def _apply(self, decision: LoopDecision, lockstep: Lockstep) -> Outcome:
-        with self._changed:
-            self._progress += 1
-            self._has_bound = decision.action not in (LoopAction.STEP, LoopAction.IDLE)
-            self._patient_until = time.monotonic() + self._patience
-        outcome = lockstep.apply(decision)
-        if decision.action is LoopAction.STEP:
-            self._patience = 0.0
-        return outcome
+            own = self._next_decision(lockstep) if self._rank == 0 else None
+            if own is None:
+                timeline.doing("wait", "rank 0")
+            decision: LoopDecision = lockstep.ranks.broadcast(own)
+            action, decided_at = decision.action, time.monotonic()
+            with self._changed:
+                self._progress += 1
+                has_bound = action not in (LoopAction.STEP, LoopAction.IDLE)
+                self._patient_until = math.inf if has_bound else decided_at + self._patience
+            outcome = lockstep.apply(decision)
+            if action is LoopAction.STEP:
+                self._patience = 0.0
+            if self._rank == 0:
+                timeline.doing("settle")
+                self._settle(decision, outcome, decided_at)
 
     def _next_decision(self, lockstep: Lockstep) -> LoopDecision:
         """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""
@@ -307,24 +295,19 @@ class EngineLoop:
 
     def _die(self, error: BaseException) -> None:
         """Fail all outstanding calls. Later calls fail by themselves."""
+        failure = GeneratorFailed(f"the engine loop of rank {self._rank} died: {type(error).__name__}: {error}")
+        failure.__cause__ = error
         with self._changed:
-            self._failure = error
+            self._failure = failure
         for future in [*(call.future for call in self._applying + self._waiting), self._ended]:
             if not future.done():
-                future.set_exception(self._failed())
+                future.set_exception(failure)
 
     # Under the lock.
 
-    def _failed(self) -> GeneratorFailed:
-        error = GeneratorFailed(
-            f"the engine loop of rank {self._rank} died: {type(self._failure).__name__}: {self._failure}"
-        )
-        error.__cause__ = self._failure
-        return error
-
     def _leading_engine(self) -> Engine:
         if self._failure is not None:
-            raise self._failed()
+            raise self._failure
         if self._rank > 0:
             raise GeneratorFailed(f"rank {self._rank} follows: only rank 0 of a generator takes calls")
         if self._engine is None:
