@@ -280,9 +280,7 @@ class PolicyUpdater:
         policy, reference = self._policy, not warm_up and self._reference is not None
         metrics = StepMetrics(counted=policy.tensor_rank == 0, reference=reference)
         divisor = trained if warm_up else self._loss.divisor(plan)
-        samples = RankSamples(
-            self.samples, batch, plan, data_rank=policy.data_rank, any_of_tensor_group=policy.any_of_tensor_group
-        )
+        samples = RankSamples(self.samples, batch, plan, data_rank=policy.data_rank, tensor_group=policy.tensor_group)
         try:
             for microbatch in samples.microbatches(
                 policy.device, share=policy.shares_prompts, multiple=policy.multiple

@@ -71,15 +71,12 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 def _check_names(directory: Path, shape: Qwen3Shape, found: set[str]) -> None:
     wanted = set(shape.tensor_shapes())
-    if missing := sorted(wanted - found):
-        raise ConfigError(f"{directory}: {len(missing)} tensors are missing: {_some(missing)}")
     allowed = wanted | ({LM_HEAD} if shape.tied else set())
-    if unexpected := sorted(name for name in found - allowed if not name.endswith(_IGNORED_SUFFIX)):
-        raise ConfigError(f"{directory}: {len(unexpected)} tensors are not part of Qwen3: {_some(unexpected)}")
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
+    unexpected = {name for name in found - allowed if not name.endswith(_IGNORED_SUFFIX)}
+    for names, problem in ((wanted - found, "are missing"), (unexpected, "are not part of Qwen3")):
+        if names:
+            some = ", ".join(sorted(names)[:5]) + ", …" * (len(names) > 5)
+            raise ConfigError(f"{directory}: {len(names)} tensors {problem}: {some}")
 
 
 def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
@@ -87,16 +84,13 @@ def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor
     which is new, empty, or written by an earlier call. Raises ConfigError otherwise."""
     with replacing(directory) as draft:
         for file in source.iterdir():
-            if file.is_file() and not _holds_weights(file):
+            weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
+            if file.is_file() and not weights:
                 shutil.copy(file, draft / file.name)
         config = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5; two would be one too many
         (draft / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
         save_file(dict(tensors), draft / "model.safetensors", metadata={"format": "pt"})
-
-
-def _holds_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
 
 
 def local_shard(name: str, tensor: Tensor) -> TensorShard:

@@ -98,14 +98,6 @@ class Policy:
     def data_rank(self) -> int:
         return torch.distributed.get_rank() // self.dims.tp
 
-    def any_of_tensor_group(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank that computes the same samples. Collective in that group."""
-        if self.tensor_group is None:
-            return flag
-        flags = torch.tensor([flag], dtype=torch.int32, device=self.device)
-        torch.distributed.all_reduce(flags, group=self.tensor_group)
-        return bool(flags.item())
-
     def local_tensors(self) -> list[Tensor]:
         """This rank's part of `tensors`, always in one order."""
         return [local_part(tensor) for tensor in self.tensors.values()]
