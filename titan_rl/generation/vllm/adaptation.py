@@ -136,14 +136,7 @@ def linear_of(config: GeneratorConfig, model_path: Path) -> str:
 def adapt_linear(name: str) -> Linears:
     """Choose how linear layers of engines built from now on are computed on CPU: by `linear_of`'s name."""
     linears = Linears(deterministic_linear_of if name == DETERMINISTIC else lambda layer: linear, packs=name == PACKED)
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        if layer.weight.ndim != 2:
-            _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
-        else:
-            linears.set_up(layer)
-
-    vllm_linear.dispatch_cpu_unquantized_gemm = dispatch
+    vllm_linear.dispatch_cpu_unquantized_gemm = linears.set_up
     return linears
 
 
@@ -155,8 +148,11 @@ class Linears:
         self._function_of = function_of
         self._packs = packs
 
-    def set_up(self, layer: Any) -> None:
+    def set_up(self, layer: Any, remove_weight: bool) -> None:
         """Called by vLLM after the first load."""
+        if layer.weight.ndim != 2:
+            _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
+            return
         embeds = type(layer) is VocabParallelEmbedding  # looks up rows; vLLM would pack it too
         matrix = packed(layer.weight.data) if self._packs and not embeds else None
         layer.cpu_linear = self._function_of(layer) if matrix is None else matrix

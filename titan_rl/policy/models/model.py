@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -82,8 +82,9 @@ class Policy:
     def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
-        wanted = WantedScores(batch.rows, batch.targets, temperature)
-        scores: tuple[Tensor, Tensor] = self.module(batch.tokens, batch.positions, documents, wanted)
+        scores: tuple[Tensor, Tensor] = self.module(
+            batch.tokens, batch.positions, documents, batch.rows, batch.targets, temperature
+        )
         return scores
 
     @property
@@ -184,8 +185,7 @@ def frozen_policy(policy: Policy, config: TrainerConfig, teacher: Path | None = 
         load_weights(frozen, teacher)
         return frozen
     with torch.no_grad():
-        for name, tensor in policy.tensors.items():
-            local_part(frozen.tensors[name]).copy_(local_part(tensor))
+        torch._foreach_copy_(frozen.local_tensors(), policy.local_tensors())
     return frozen
 
 
@@ -237,14 +237,6 @@ def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> 
     )
 
 
-class WantedScores(NamedTuple):
-    """Which of a row's T tokens predict something, and what."""
-
-    rows: Tensor  # [N] int64, index into T
-    targets: Tensor  # [N] int64
-    temperature: float
-
-
 class ScoringHead(Linear):
     """torchtitan's head, which answers with scores and not with logits. It is called once per forward pass of the
     model, as FSDP expects of a module that shares its unit with others."""
@@ -253,8 +245,9 @@ class ScoringHead(Linear):
     class Config(Linear.Config):
         pass
 
-    def forward(self, input: Tensor, wanted: WantedScores) -> tuple[Tensor, Tensor]:
-        """`input`: [1, T, D], under tensor parallelism the same on all ranks."""
+    def forward(self, input: Tensor, rows: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """`input`: [1, T, D], under tensor parallelism the same on all ranks. `rows`, `targets`: [N], which tokens
+        predict something, and what."""
         head, vocab_start, group = self.weight, 0, None
         if isinstance(head, DTensor) and isinstance(input, DTensor):
             mesh = head.device_mesh
@@ -262,7 +255,6 @@ class ScoringHead(Linear):
             vocab_start = mesh.get_local_rank() * math.ceil(len(head) / mesh.size())  # split as by torch.chunk
             # Each rank's part of the vocabulary gives the hidden rows a summand of their gradient.
             head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
-        rows, targets, temperature = wanted
         hidden = input[0].index_select(0, rows)
         return token_scores(hidden, head, targets, temperature=temperature, vocab_start=vocab_start, group=group)
 
@@ -277,9 +269,9 @@ class ScoringModel(Qwen3Model):
         pass
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, wanted: WantedScores
+        self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, *wanted: Any
     ) -> tuple[Tensor, Tensor]:
-        scores: tuple[Tensor, Tensor] = self.lm_head(super().forward(tokens, positions, attention_masks), wanted)
+        scores: tuple[Tensor, Tensor] = self.lm_head(super().forward(tokens, positions, attention_masks), *wanted)
         return scores
 
 
