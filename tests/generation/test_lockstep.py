@@ -166,7 +166,7 @@ def test_a_decision_out_of_turn_is_refused() -> None:
         SimulatedEngine(), rank=1, ranks=Ranks(None), load_publication=lambda _: [], verify=lambda *_: 0
     )
     with pytest.raises(InvariantError, match="rank 1 got decision 1 instead of 0"):
-        lockstep.apply(LoopDecision(sequence=1, action=LoopAction.IDLE, digest=lockstep.digest))
+        lockstep.apply(LoopDecision(sequence=1, action=LoopAction.IDLE, digest=lockstep.digest.value))
 
 
 def test_the_digest_tells_any_two_histories_apart() -> None:

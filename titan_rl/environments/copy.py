@@ -38,8 +38,8 @@ def exact_match(example: Example, transcript: Transcript) -> float:
 
 
 class TextTask(Environment):
-    """`TEXT=` is to be answered by `right(TEXT)`. Prompts whose text `dataset.is_held_out` picks are neither trained on nor
-    demonstrated.
+    """`TEXT=` is to be answered by `right(TEXT)`. Prompts whose text `dataset.is_held_out` picks are neither trained on
+    nor demonstrated.
 
     Args:
         seed: decides the streams of prompts, not which ones are held out.

@@ -14,7 +14,6 @@ a request come before its completion and in order, and no token comes in two pie
 
 import datetime
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +52,27 @@ class _Call(NamedTuple):
     future: Future[Any]
 
 
+def make_lockstep(config: GeneratorConfig, rank: int, model_path: Path, device: str) -> Lockstep:
+    """In the engine thread of a process whose environment is that of `join_world`."""
+    # Imported here: the controller imports this module and has no use for torch.
+    import torch.distributed as dist
+
+    from titan_rl.weights.puller import SharedMemoryReader, verify
+    from titan_rl.weights.ranks import Ranks
+
+    engine: Engine = import_name(config.engine, ENGINES)(config, model_path, device)
+    # It ends with the process groups that the engine has made: to destroy it earlier breaks the engine's own exit.
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if config.tensor_parallel > 1 else None
+    return Lockstep(
+        engine,
+        rank=rank,
+        ranks=Ranks(group),
+        load_publication=SharedMemoryReader().tensors,
+        verify=lambda publication, engine: verify(publication, engine.served_shards(), group),
+        keep_cache=config.keep_prefix_cache,
+    )
+
+
 class EngineLoop:
     """One rank's engine thread.
 
@@ -60,7 +80,6 @@ class EngineLoop:
         make_lockstep: called in the engine thread; builds the engine and the `Lockstep` around it.
         on_completions: called on rank 0 with finished and aborted requests, in the engine thread (for a request that
             never reached the engine: in the thread that calls `abort`). Must be quick and must not raise.
-        first_step_seconds: so long the first step may last before it looks like a hang.
         on_pieces: called like `on_completions`, once per decision, with pieces of streamed requests.
         on_fatal: called once, on any rank, if the loop dies after it had started. A follower's process must exit then,
             so that rank 0 notices before a collective times out.
@@ -68,24 +87,25 @@ class EngineLoop:
 
     def __init__(
         self,
-        make_lockstep: Callable[[], Lockstep],
+        config: GeneratorConfig,
         *,
         rank: int,
-        burst_steps: int,
-        heartbeat_seconds: float,
-        first_step_seconds: float = 0.0,
+        model_path: Path,
+        device: str,
+        make_lockstep: Callable[[GeneratorConfig, int, Path, str], Lockstep] = make_lockstep,
         on_completions: Callable[[list[Completion]], object],
         on_pieces: Callable[[list[Piece]], object],
         on_fatal: Callable[[BaseException], object],
     ) -> None:
-        self._make_lockstep = make_lockstep
+        self._make_lockstep = lambda: make_lockstep(config, rank, model_path, device)
         self._rank = rank
-        self._heartbeat_seconds = heartbeat_seconds
+        self._heartbeat_seconds = config.heartbeat_seconds
         self._on_completions = on_completions
         self._on_pieces = on_pieces
         self._on_fatal = on_fatal
         self._changed = threading.Condition()  # guards everything below
-        self._inbox = DecisionMaker(burst_steps=burst_steps)
+        # alone, there is no broadcast to amortise
+        self._inbox = DecisionMaker(burst_steps=config.burst_steps if config.tensor_parallel > 1 else 1)
         self._submitted_at: dict[str, float] = {}  # of waiting requests
         self._queued_for: dict[str, float] = {}  # of requests in the engine
         self._waiting: list[_Call] = []  # for a change that is not decided yet
@@ -93,7 +113,7 @@ class EngineLoop:
         self._failure: GeneratorFailed | None = None
         self._engine: Engine | None = None
         self._progress = 0
-        self._patience = first_step_seconds
+        self._patience = FIRST_STEP_SECONDS if device == "cuda" else 0.0
         self._patient_until = math.inf  # building, pulling, sleeping or waking: whoever asked has a bound of its own
         self._ready: Future[None] = _promise()
         self._ended: Future[None] = _promise()
@@ -160,25 +180,16 @@ class EngineLoop:
         far, and requests are refused until a pull succeeds. Raises at once what `DecisionMaker.pull` raises; so do
         `sleep` and `wake_up`.
         """
-        with self._changed:
-            self._leading_engine()
-            self._inbox.pull(publication)
-            return self._wait()
+        return self._ask(lambda: self._inbox.pull(publication))
 
     def sleep(self) -> Future[int]:
         """Stop serving and free memory; the future has the bytes that were freed (0 if the engine can free nothing).
         All requests in flight come back aborted with their tokens so far."""
-        with self._changed:
-            self._leading_engine()
-            self._inbox.sleep()
-            return self._wait(sleeps=True)
+        return self._ask(self._inbox.sleep, sleeps=True)
 
     def wake_up(self, publication: Publication) -> Future[PullReport]:
         """Allocate the memory again and serve a publication, with the same checks as `pull`."""
-        with self._changed:
-            self._leading_engine()
-            self._inbox.wake(publication)
-            return self._wait()
+        return self._ask(lambda: self._inbox.wake(publication))
 
     def close(self) -> Future[None]:
         """End the loop on all ranks and free the engine. Requests in flight come back aborted.
@@ -199,6 +210,15 @@ class EngineLoop:
         with self._changed:
             self._progress += time.monotonic() < self._patient_until
             return self._progress
+
+    def _ask(self, change: Callable[[], None], *, sleeps: bool = False) -> Future[Any]:
+        with self._changed:
+            self._leading_engine()
+            change()
+            call = _Call(sleeps, time.monotonic(), _promise())
+            self._waiting.append(call)
+            self._changed.notify()
+            return call.future
 
     # In the engine thread.
 
@@ -253,7 +273,7 @@ class EngineLoop:
                 lambda: self._inbox.next_action(has_work) is not LoopAction.IDLE, timeout=self._heartbeat_seconds
             )
             timeline.doing("settle")
-            decision = self._inbox.decide(has_work, lockstep.digest)
+            decision = self._inbox.decide(has_work, lockstep.digest.value)
             now = time.monotonic()
             for request in decision.admit:
                 self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
@@ -314,12 +334,6 @@ class EngineLoop:
             raise GeneratorNotServing("the engine is not built yet")
         return self._engine
 
-    def _wait(self, *, sleeps: bool = False) -> Future[Any]:
-        call = _Call(sleeps, time.monotonic(), _promise())
-        self._waiting.append(call)
-        self._changed.notify()
-        return call.future
-
     def _unstarted(self, request: GenerationRequest) -> Completion:
         """An aborted completion of a request that no engine has seen."""
         return Completion(
@@ -335,46 +349,3 @@ def _promise() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def make_engine_loop(
-    config: GeneratorConfig,
-    *,
-    model_path: Path,
-    device: str,
-    on_completions: Callable[[list[Completion]], object],
-    on_pieces: Callable[[list[Piece]], object],
-    on_fatal: Callable[[BaseException], object],
-) -> EngineLoop:
-    """The engine loop of this process, whose environment must be that of `join_world`."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-    def make_lockstep() -> Lockstep:
-        # Imported here: the controller imports this module and has no use for torch.
-        import torch.distributed as dist
-
-        from titan_rl.weights.puller import SharedMemoryReader, verify
-        from titan_rl.weights.ranks import Ranks
-
-        engine: Engine = import_name(config.engine, ENGINES)(config, model_path, device)
-        # It ends with the process groups that the engine has made: to destroy it earlier breaks the engine's own exit.
-        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
-        return Lockstep(
-            engine,
-            rank=rank,
-            ranks=Ranks(group),
-            load_publication=SharedMemoryReader().tensors,
-            verify=lambda publication, engine: verify(publication, engine.served_shards(), group),
-            keep_cache=config.keep_prefix_cache,
-        )
-
-    return EngineLoop(
-        make_lockstep,
-        rank=rank,
-        burst_steps=config.burst_steps if world_size > 1 else 1,  # alone, there is no broadcast to amortise
-        heartbeat_seconds=config.heartbeat_seconds,
-        first_step_seconds=FIRST_STEP_SECONDS if device == "cuda" else 0.0,
-        on_completions=on_completions,
-        on_pieces=on_pieces,
-        on_fatal=on_fatal,
-    )

@@ -67,15 +67,6 @@ class RunningDigest:
         """The outcome of a pull; None: it failed."""
         self._hash.update(f"loaded|{version}|{fingerprint}|".encode())
 
-    def check(self, decision: LoopDecision, rank: int) -> None:
-        """Compare with rank 0, before `decision` is applied. Raises InvariantError."""
-        if decision.digest != self.value:
-            raise InvariantError(
-                f"rank {rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): digest "
-                f"{self.value:016x}, rank 0 has {decision.digest:016x}; the ranks sampled different tokens, loaded "
-                f"different weights or applied different decisions"
-            )
-
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
@@ -104,31 +95,29 @@ class Lockstep:
         verify: Verify,
         keep_cache: bool = False,
     ) -> None:
-        """
-        Args:
-            keep_cache: whether KV of older weights stays in use after a pull (`GeneratorConfig.keep_prefix_cache`).
-        """
+        """`keep_cache`: `GeneratorConfig.keep_prefix_cache`."""
         self.engine = engine
         self.ranks = ranks
         self._rank = rank
         self._load_publication = load_publication
         self._verify = verify
         self._keep_cache = keep_cache
-        self._digest = RunningDigest()
-        self._decisions = 0
-
-    @property
-    def digest(self) -> int:
+        self.digest = RunningDigest()
         """Of everything up to the last applied decision and what came of it."""
-        return self._digest.value
+        self._decisions = 0
 
     def apply(self, decision: LoopDecision) -> Outcome:
         """Apply a decision. Whatever it raises is fatal for the generator: InvariantError where this rank no longer
         agrees with rank 0 or missed a decision, or the engine's own error."""
         if decision.sequence != self._decisions:
             raise InvariantError(f"rank {self._rank} got decision {decision.sequence} instead of {self._decisions}")
-        self._digest.check(decision, self._rank)
-        self._digest.add_decision(decision)
+        if decision.digest != self.digest.value:
+            raise InvariantError(
+                f"rank {self._rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): "
+                f"digest {self.digest.value:016x}, rank 0 has {decision.digest:016x}; the ranks sampled different "
+                "tokens, loaded different weights or applied different decisions"
+            )
+        self.digest.add_decision(decision)
         self._decisions += 1
         engine = self.engine
         match decision.action:
@@ -160,7 +149,7 @@ class Lockstep:
                 break
             output = engine.step()
             timeline.doing("decode")
-            self._digest.add_sampled(output.sampled)
+            self.digest.add_sampled(output.sampled)
             completions += output.finished
         return Outcome(completions=completions, pieces=engine.new_pieces() if self._rank == 0 else [])
 
@@ -189,7 +178,7 @@ class Lockstep:
             bytes=publication.manifest.nbytes,
             requests_in_flight=in_flight,
         )
-        self._digest.add_loaded(publication.version, fingerprint)
+        self.digest.add_loaded(publication.version, fingerprint)
         completions = engine.abort(engine.running()) if error else []
         return Outcome(completions=completions, pull=report, pull_error=error)
 
