@@ -39,12 +39,10 @@ def read_rows(setting: str, rows: Rows) -> Iterator[tuple[str, Any]]:
         numbered = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
     else:
         numbered = ((f"row {number}", row) for number, row in enumerate(rows, start=1))
-    nothing = True
-    for each in numbered:
-        nothing = False
-        yield each
-    if nothing:
+    if (first := next(numbered, None)) is None:
         raise ConfigError(f"{setting}: {rows} has no rows")
+    yield first
+    yield from numbered
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:

@@ -7,11 +7,8 @@ from typing import Literal
 from titan_rl.bounds import Count, Positive
 from titan_rl.errors import ConfigError
 
-DETERMINISTIC_RANKS = 2
-"""Most tensor-parallel ranks on CPU whose sums do not depend on the order of additions."""
-
 ANY_ORDER_RANKS = 2
-"""Most tensor-parallel ranks on CUDA that come to one sum, whatever the order of its additions."""
+"""Most tensor-parallel ranks that come to one sum, whatever the order of its additions."""
 
 ENGINES = {
     "vllm": "titan_rl.generation.vllm.engine:VllmEngine",
@@ -121,10 +118,10 @@ class GeneratorConfig:
 
 def refuse_more_ranks(tensor_parallel: int) -> None:
     """Raises ConfigError for what deterministic mode cannot keep on CPU."""
-    if tensor_parallel > DETERMINISTIC_RANKS:
+    if tensor_parallel > ANY_ORDER_RANKS:
         raise ConfigError(
             f"generator.tensor_parallel is {tensor_parallel}, and on CPU deterministic = true holds for 1 and "
-            f"{DETERMINISTIC_RANKS} ranks only: sums over more depend on a row's place in the batch"
+            f"{ANY_ORDER_RANKS} ranks only: sums over more depend on a row's place in the batch"
         )
 
 

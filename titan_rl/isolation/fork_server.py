@@ -1,5 +1,5 @@
 """The fork server: the process that makes an environment and forks the processes that run its code.
-Started as `python -m titan_rl.isolation.fork_server SOCKET_FD SOCKETS_FD WORKER_PID`; the second brings sockets of forks.
+Started as `python -m titan_rl.isolation.fork_server SOCKET_FD SOCKETS_FD WORKER_PID`; by the second come sockets.
 
     worker ── fork server ── reaper ── process that runs user code ── processes that it starts
 

@@ -23,7 +23,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
-from titan_rl.errors import AbsentError, ConfigError, TaskError
+from titan_rl.errors import AbsentError, ActorGone, ConfigError, TaskError
 from titan_rl.isolation.process_io import LogLines, user_variables
 from titan_rl.isolation.wire import (
     LARGEST_RESULT,
@@ -115,10 +115,6 @@ class ForkedProcess(asyncio.Protocol):
             self.ended.set_result(self._ending)
 
 
-class ForkServerGone(TaskError):
-    """The fork server of an environment has died: no fault of user code."""
-
-
 class ForkServerClient(asyncio.Protocol):
     """One process of an environment's host; as a protocol, the worker's end of its socket. A restart makes a new
     object."""
@@ -172,8 +168,8 @@ class ForkServerClient(asyncio.Protocol):
         raise (AbsentError if result.kind == "absent" else ConfigError)(refusal)
 
     async def fork(self) -> ForkedProcess:
-        """A new process for user code. Waits for its turn. Raises ForkServerGone; TaskError: it could not be forked, or
-        ended at once."""
+        """A new process for user code. Waits for its turn. Raises ActorGone: the fork server has died; TaskError: it
+        could not be forked, or ended at once."""
         async with self._starts:
             try:
                 ours, theirs = socket.socketpair()
@@ -185,7 +181,7 @@ class ForkServerClient(asyncio.Protocol):
                 fork.transport, _ = await self._loop.create_unix_connection(lambda: fork, sock=ours)
                 if self.gone:
                     fork.transport.abort()
-                    raise ForkServerGone(f"the process that it is forked from {self._ending()}")
+                    raise ActorGone(f"the process that it is forked from {self._ending()}")
                 with contextlib.suppress(ConnectionError):  # the fork server has ended, which its pidfd tells
                     socket.send_fds(self._sockets, [b"\0"], [theirs.fileno()])
             self._forks[number] = fork
@@ -197,7 +193,7 @@ class ForkServerClient(asyncio.Protocol):
                 fork.kill()
                 raise
         if not fork.alive:
-            raise (ForkServerGone if fork.lost_server else TaskError)(f"its process {await fork.ended}")
+            raise (ActorGone if fork.lost_server else TaskError)(f"its process {await fork.ended}")
         return fork
 
     async def stop(self, *, patient: bool = True) -> None:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
-from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient, ForkServerGone
+from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient
 from titan_rl.isolation.wire import (
     VALUES,
     BadFrame,
@@ -156,9 +156,7 @@ class UserCodePool:
                 if started is not None:
                     started.set()
                 return self._value(call, await self._first_result(process, call))
-        except ForkServerGone as error:
-            raise ActorGone(f"{call}: {error}") from None
-        except TaskError as error:
+        except (ActorGone, TaskError) as error:
             raise type(error)(f"{call}: {error}") from None
 
     async def close(self) -> None:
@@ -224,7 +222,7 @@ class UserCodePool:
             process = await self._fork()
         except (TitanError, OSError) as error:
             logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
-            gone = isinstance(error, ForkServerGone)
+            gone = isinstance(error, ActorGone)
             if not any(each.concurrent is concurrent for each in self._forks):
                 lost = ActorGone if gone else TaskError
                 self._fail(self._waiting[concurrent], f"could not be run: {error}", lost)
@@ -311,7 +309,7 @@ class UserCodePool:
         await asyncio.wait([process.ended])
         if first.done():
             return first.result()
-        gone = ForkServerGone if process.lost_server and not self._closed else TaskError
+        gone = ActorGone if process.lost_server and not self._closed else TaskError
         raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
 
     def _value(self, call: UserCall, result: CallResult) -> Any:

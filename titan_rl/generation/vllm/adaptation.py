@@ -135,18 +135,23 @@ def linear_of(config: GeneratorConfig, model_path: Path) -> str:
 
 def adapt_linear(name: str) -> Linears:
     """Choose how linear layers of engines built from now on are computed on CPU: by `linear_of`'s name."""
-    linears = Linears(deterministic_linear_of if name == DETERMINISTIC else lambda layer: linear, packs=name == PACKED)
+    linears = Linears(name)
     vllm_linear.dispatch_cpu_unquantized_gemm = linears.set_up
     return linears
 
 
 class Linears:
     """How the linear layers of the engines built since `adapt_linear` compute: a function that gets the live weight at
-    every call, or a packed matrix where `packs` and the CPU can."""
+    every call, or a packed matrix where that is asked for and the CPU can."""
 
-    def __init__(self, function_of: Callable[[Any], LinearFunction], *, packs: bool = False) -> None:
-        self._function_of = function_of
-        self._packs = packs
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _function_of(self, layer: Any) -> LinearFunction:
+        if self._name != DETERMINISTIC:
+            return linear
+        # only a layer that ranks would sum over is halved
+        return halved_linear if isinstance(layer, RowParallelLinear) and layer.tp_size == 1 else row_linear
 
     def set_up(self, layer: Any, remove_weight: bool) -> None:
         """Called by vLLM after the first load."""
@@ -154,7 +159,7 @@ class Linears:
             _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
             return
         embeds = type(layer) is VocabParallelEmbedding  # looks up rows; vLLM would pack it too
-        matrix = packed(layer.weight.data) if self._packs and not embeds else None
+        matrix = packed(layer.weight.data) if self._name == PACKED and not embeds else None
         layer.cpu_linear = self._function_of(layer) if matrix is None else matrix
 
     def drop_originals(self, model: torch.nn.Module) -> None:
@@ -191,11 +196,6 @@ def halved_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`row_linear` as two tensor-parallel ranks compute it: each its half of the inner dimension, then one sum."""
     half = x.shape[-1] // 2
     return row_linear(x[:, :half], weight[:, :half], bias) + row_linear(x[:, half:], weight[:, half:], None)
-
-
-def deterministic_linear_of(layer: torch.nn.Module) -> LinearFunction:
-    """The function that `layer` is computed with: only a layer that ranks would sum over is halved."""
-    return halved_linear if isinstance(layer, RowParallelLinear) and layer.tp_size == 1 else row_linear
 
 
 def adapt_attention(deterministic: bool) -> None:
