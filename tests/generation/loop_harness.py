@@ -137,7 +137,7 @@ class Collector:
     @property
     def digest(self) -> int:
         assert self.lockstep is not None
-        return self.lockstep.digest.value
+        return self.lockstep.digest
 
     def add(self, completions: list[Completion]) -> None:
         with self._arrived:

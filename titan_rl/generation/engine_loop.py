@@ -273,7 +273,7 @@ class EngineLoop:
                 lambda: self._inbox.next_action(has_work) is not LoopAction.IDLE, timeout=self._heartbeat_seconds
             )
             timeline.doing("settle")
-            decision = self._inbox.decide(has_work, lockstep.digest.value)
+            decision = self._inbox.decide(has_work, lockstep.digest)
             now = time.monotonic()
             for request in decision.admit:
                 self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
