@@ -30,12 +30,6 @@ if TYPE_CHECKING:
 
 _DIGEST_BYTES = 8
 
-LoadPublication = Callable[[Publication], "Iterable[tuple[str, Tensor]]"]
-"""Whole tensors of a publication under Hugging Face names; raises WeightsError."""
-Verify = Callable[[Publication, Engine], int]
-"""Compares the engine's weights with the manifest; returns the combined fingerprint or raises WeightsError. It runs on
-all of the generator's ranks or on none, so it may use collectives."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
@@ -60,11 +54,17 @@ class Lockstep:
         *,
         rank: int,
         ranks: Ranks,
-        load_publication: LoadPublication,
-        verify: Verify,
+        load_publication: Callable[[Publication], Iterable[tuple[str, Tensor]]],
+        verify: Callable[[Publication, Engine], int],
         keep_cache: bool = False,
     ) -> None:
-        """`keep_cache`: `GeneratorConfig.keep_prefix_cache`."""
+        """
+        Args:
+            load_publication: whole tensors under Hugging Face names.
+            verify: compares the engine's weights with the manifest; returns the combined fingerprint. It runs on all
+                ranks or on none, so it may use collectives. Both raise WeightsError.
+            keep_cache: `GeneratorConfig.keep_prefix_cache`.
+        """
         self.engine = engine
         self.ranks = ranks
         self._rank = rank

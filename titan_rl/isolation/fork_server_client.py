@@ -5,8 +5,6 @@
 - Every fork ends: its `ended` is set once the fork and all processes that it started are gone and all its answers have
   been read. If the fork server dies, its forks do too.
 - After `stop` the fork server and all its forks are gone and reaped, and all descriptors are closed.
-- What user code prints is logged and cannot get into the protocol. A process that writes anything but its messages into
-  its socket is killed.
 - Orders to the fork server wait in a transport while its socket is full: however many there are at once, none is lost.
   The sockets of forks go to it through a socket of their own.
 """

@@ -1,8 +1,5 @@
 """Runs user code behind one object: every call returns a value or raises `TaskError`, whatever the code does.
 
-    rollout worker (this module) ──▶ fork server: makes the environment ──fork──▶ up to 4 processes that answer calls
-                                                                        ──fork──▶ one process per program
-
 - Every call is answered exactly once, even if a process hangs, exits, crashes or cannot be started.
 - When a process ends, the first call of its list that it did not answer fails. It never began those behind, which wait
   again. In the process of `async def` functions each open call may be to blame, so all of them fail.
@@ -92,13 +89,12 @@ class UserCodePool:
         self._open: set[_Pending] = set()
         self._waiting: dict[bool, list[_Pending]] = {False: [], True: []}  # by whether they go to the concurrent fork
         self._forks: list[_Fork] = []
-        self._forking: set[bool] = set()  # whether a concurrent one is being forked, and another one
+        self._forking: dict[bool, asyncio.Task[None]] = {}  # at most one of each kind at a time
         self._quick: set[CallKind] = set()  # kinds of which the last answers took `QUICK_SECONDS` at most
         self._timer: asyncio.TimerHandle | None = None  # for the next time limit
         self._dispatching: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None  # until a further process is tried where there are others
         self._environment, self._grading = SharedSpan("environment"), SharedSpan("grader")
-        self._tasks: set[asyncio.Task[None]] = set()
         self._logged: set[str] = set()  # places whose traceback was logged
         self.restarts = 0
         """How many processes died, or were killed because a call was late."""
@@ -162,9 +158,10 @@ class UserCodePool:
     async def close(self) -> None:
         """End all processes; calls still waiting fail."""
         self._end("closed")
-        for task in self._tasks:
+        tasks = list(self._forking.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop()
 
@@ -190,9 +187,8 @@ class UserCodePool:
             self._waiting[concurrent] = waiting
             paused = bool(forks) and self._pause is not None
             if waiting and len(forks) < most and not paused and concurrent not in self._forking:
-                self._forking.add(concurrent)
                 task = asyncio.create_task(self._start_fork(concurrent), name=f"environment {self._setup.name}")
-                self._tasks.add(task)
+                self._forking[concurrent] = task
                 task.add_done_callback(self._task_ended)
 
     def _send(self, fork: _Fork, calls: list[_Pending]) -> None:
@@ -230,7 +226,7 @@ class UserCodePool:
                 self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._end_pause)
             return
         finally:
-            self._forking.discard(concurrent)
+            del self._forking[concurrent]
         fork = _Fork(process, concurrent, self._setup.step_seconds + SLACK_SECONDS * concurrent)
         self._forks.append(fork)
         process.on_results = partial(self._receive, fork)
@@ -343,7 +339,6 @@ class UserCodePool:
                 timer.cancel()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s crashed", task.get_name(), exc_info=error)
             self._end(f"its pool crashed: {error!r}")

@@ -282,12 +282,10 @@ class PackedDocuments(VarlenMetadata):
     layer.
     """
 
-    runs: tuple[tuple[int, Tensor | None], ...]
-    """Of each run how many segments it has, and which keys their tokens see: [L, K] bool; None: up to their own."""
+    runs: tuple[tuple[Run, Tensor | None], ...]
+    """Each with the keys that its segments' tokens see: [L, K] bool; None: up to their own."""
     key_rows: Tensor | None
     """[keys] int64, the tokens that each segment sees; None: its own."""
-    sizes: tuple[list[int], list[int]]
-    """Tokens of each run, and their keys."""
 
     @classmethod
     def of(cls, runs: Sequence[Run], key_rows: Tensor | None, device: torch.device) -> PackedDocuments:
@@ -300,12 +298,8 @@ class PackedDocuments(VarlenMetadata):
             keys = run.shared + run.length
             return torch.ones(run.length, keys, dtype=torch.bool, device=device).tril(run.shared)
 
-        self.runs = tuple((run.segments, mask(run) if run.shared else None) for run in runs)
+        self.runs = tuple((run, mask(run) if run.shared else None) for run in runs)
         self.key_rows = key_rows
-        self.sizes = (
-            [run.segments * run.length for run in runs],
-            [run.segments * (run.shared + run.length) for run in runs],
-        )
         return self
 
 
@@ -330,13 +324,13 @@ class DocumentAttention(VarlenAttention):
         queries, keys, values = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         if attention_masks.key_rows is not None:
             keys, values = (tensor.index_select(0, attention_masks.key_rows) for tensor in (keys, values))
-        own, seen = attention_masks.sizes
+        runs = attention_masks.runs
+        own = [run.segments * run.length for run, _ in runs]
+        seen = [run.segments * (run.shared + run.length) for run, _ in runs]
         outputs = []
         # `split`, because the gradients of slices would be whole tensors of zeros, added up.
-        for (count, mask), *run in zip(
-            attention_masks.runs, queries.split(own), keys.split(seen), values.split(seen), strict=True
-        ):
-            q, k, v = (tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in run)  # [count, N, L, H]: views
+        for (run, mask), *parts in zip(runs, queries.split(own), keys.split(seen), values.split(seen), strict=True):
+            q, k, v = (part.unflatten(0, (run.segments, -1)).transpose(1, 2) for part in parts)  # [., N, L, H]: views
             output = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
             )
