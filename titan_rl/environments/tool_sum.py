@@ -101,19 +101,14 @@ class ToolSum(TextTask):
     def demonstration(self, index: int) -> Demonstration:
         text, stream = self.training_text(index, " demonstration")
         example = self.asked(text)
-        if stream.random() >= self.tool_share:
-            guess = str(stream.randint(2 * SMALLEST, 2 * LARGEST))
-            messages: tuple[Message, ...] = (Message("assistant", guess),)
-            return Demonstration(prompt=example.prompt, messages=messages, answer=example.answer)
-        return Demonstration(
-            prompt=example.prompt,
-            messages=(
-                Message("assistant", "", (ToolCall("calculate", {"expression": text}),)),
-                Message("tool", example.answer),
-                Message("assistant", example.answer),
-            ),
-            answer=example.answer,
+        messages: tuple[Message, ...] = (
+            Message("assistant", "", (ToolCall("calculate", {"expression": text}),)),
+            Message("tool", example.answer),
+            Message("assistant", example.answer),
         )
+        if stream.random() >= self.tool_share:
+            messages = (Message("assistant", str(stream.randint(2 * SMALLEST, 2 * LARGEST))),)
+        return Demonstration(prompt=example.prompt, messages=messages, answer=example.answer)
 
 
 class ToolSumOpenAI(ToolSum):

@@ -49,25 +49,10 @@ class Tool:
 
     def __init__(self, function: Callable[..., Any]):
         self.function = function
-        self._arguments, self.spec, self.of_state = _declared(function)
+        self.arguments, self.spec, self.of_state = _declared(function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
-
-    async def answer(self, call: ToolCall, state: Any = None) -> str:
-        """What the function returns. Raises ToolError, TaskError, or whatever the function raises."""
-        from pydantic import ValidationError
-
-        try:
-            arguments: Any = self._arguments.validate_python(call.arguments)
-        except ValidationError as error:
-            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ToolError(f"the arguments of {self.spec.name} do not fit: {'; '.join(wrong)}") from None
-        result = self.function(**arguments, **dict.fromkeys(self.of_state, state))
-        answer = await result if inspect.isawaitable(result) else result
-        if not isinstance(answer, (str, int, float)):
-            raise TaskError(f"tool {self.spec.name} returned {type(answer).__name__}, expected a text or a number")
-        return str(answer)
 
 
 tool = Tool
@@ -89,12 +74,23 @@ class Toolbox:
         self.asynchronous = any(is_asynchronous(each.function) for each in tools)
 
     async def answer(self, call: ToolCall, state: Any = None) -> str:
-        """The answer to a call. Raises ToolError if it cannot be made, or as `Tool.answer`."""
+        """What the function returns. Raises ToolError if it cannot be asked, TaskError, or whatever it raises."""
+        from pydantic import ValidationError
+
         if call.problem:
             raise ToolError(call.problem)
-        if call.name not in self._tools:
+        if (asked := self._tools.get(call.name)) is None:
             raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
-        return await self._tools[call.name].answer(call, state)
+        try:
+            arguments: Any = asked.arguments.validate_python(call.arguments)
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise ToolError(f"the arguments of {call.name} do not fit: {'; '.join(wrong)}") from None
+        result = asked.function(**arguments, **dict.fromkeys(asked.of_state, state))
+        answer = await result if inspect.isawaitable(result) else result
+        if not isinstance(answer, (str, int, float)):
+            raise TaskError(f"tool {call.name} returned {type(answer).__name__}, expected a text or a number")
+        return str(answer)
 
 
 def _is_state(kind: Any) -> bool:

@@ -106,8 +106,7 @@ class EngineLoop:
         self._changed = threading.Condition()  # guards everything below
         # alone, there is no broadcast to amortise
         self._inbox = DecisionMaker(burst_steps=config.burst_steps if config.tensor_parallel > 1 else 1)
-        self._submitted_at: dict[str, float] = {}  # of waiting requests
-        self._queued_for: dict[str, float] = {}  # of requests in the engine
+        self._submitted_at: dict[str, float] = {}  # of live requests
         self._waiting: list[_Call] = []  # for a change that is not decided yet
         self._applying: list[_Call] = []  # for the decision that is being applied
         self._failure: GeneratorFailed | None = None
@@ -274,9 +273,6 @@ class EngineLoop:
             )
             timeline.doing("settle")
             decision = self._inbox.decide(has_work, lockstep.digest)
-            now = time.monotonic()
-            for request in decision.admit:
-                self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
             self._applying = []
             if decision.action not in (LoopAction.STEP, LoopAction.IDLE):
                 self._applying, self._waiting = self._waiting, []
@@ -292,7 +288,9 @@ class EngineLoop:
                 self._inbox.verified(pull.version)
             for completion in completions:
                 self._inbox.finished(completion.request_id)
-                completion.metrics["generation/seconds_queued"] = self._queued_for.pop(completion.request_id)
+                seconds = time.monotonic() - self._submitted_at.pop(completion.request_id)
+                in_engine = completion.metrics["generation/seconds_in_engine"]
+                completion.metrics["generation/seconds_queued"] = max(0.0, seconds - in_engine)
             if self._inbox.version is None and decision.action is not LoopAction.IDLE:
                 completions += [self._unstarted(request) for request in self._inbox.interrupt()]
         if outcome.pieces:

@@ -77,17 +77,13 @@ def read_shape(directory: Path) -> Qwen3Shape:
         raise ConfigError(f"{directory} is no checkpoint directory: it has no config.json") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
-    if config.get("model_type") != "qwen3":
-        raise ConfigError(
-            f"{file}: model_type is {config.get('model_type')!r}; the trainer computes 'qwen3' (dense) only"
-        )
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
     for name, value, wanted in (
+        ("model_type", config.get("model_type"), "qwen3"),  # dense
         ("attention_bias", config.get("attention_bias", False), False),
         ("use_sliding_window", config.get("use_sliding_window", False), False),
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-        ("rope_type", rope_type, "default"),
+        ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
     ):
         if value != wanted:
             raise ConfigError(f"{file}: {name} is {value!r}; the trainer computes {name} = {wanted!r} only")
