@@ -49,9 +49,6 @@ Scores = float | Mapping[str, float]
 
 RewardFunction = Callable[[Example, Transcript], Scores | Awaitable[Scores]]
 
-GroupRewardFunction = Callable[[Example, Sequence[Transcript]], Sequence[float] | Awaitable[Sequence[float]]]
-"""One value per transcript, in their order."""
-
 
 LARGEST_REWARD = 1e30
 """Limit on the absolute value. A larger reward is a mistake in arithmetic: the squares that an advantage needs would
@@ -102,8 +99,9 @@ class Reward(_Weighted):
 
 @dataclass(frozen=True, slots=True)
 class GroupReward(_Weighted):
-    """One `GroupRewardFunction`, plain or `async def`, that compares the rollouts of a group: it is given those that
-    were played to their end (evaluation plays groups of one), and its values are added to their rewards."""
+    """One function of (example, transcripts), plain or `async def`, that compares the rollouts of a group: it is given
+    those that were played to their end (evaluation plays groups of one), and gives one value per transcript, in their
+    order, which is added to its reward."""
 
 
 def is_asynchronous(function: Callable[..., object]) -> bool:

@@ -55,7 +55,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.triton_utils import dispatcher as vllm_kernels
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
@@ -86,9 +86,11 @@ _stock_build = CPUAttentionMetadataBuilder.build
 
 
 def adapt_process() -> None:
-    """Search for kernels in vLLM's own modules only, and name shared memory after this process."""
+    """Search for kernels in vLLM's own modules only, name shared memory after this process, and compute RMS norms by
+    vLLM's kernel."""
     vllm_kernels._rebind_kernels = _rebind_own_kernels
     setattr(_CPUSHMDistributed, _stock_group_name.__name__, staticmethod(_group_name_of_process))
+    setattr(RMSNorm, RMSNorm.forward_cpu.__name__, kernel_norm)
 
 
 def _rebind_own_kernels(overrides: list[tuple[Any, Any]]) -> None:
@@ -102,11 +104,6 @@ def _rebind_own_kernels(overrides: list[tuple[Any, Any]]) -> None:
 
 def _group_name_of_process(communicator: CpuCommunicator) -> str:
     return f"{_stock_group_name(communicator)}-{os.getpid()}"
-
-
-def adapt_norms() -> None:
-    """Let RMS norms of engines built from now on be computed by vLLM's kernel."""
-    setattr(RMSNorm, RMSNorm.forward_cpu.__name__, kernel_norm)
 
 
 def kernel_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -200,16 +197,11 @@ def halved_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def adapt_attention(deterministic: bool) -> None:
     """Let engines built from now on attend token by token, or as vLLM does."""
-    if not deterministic:
-        setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, _stock_build)
-        return
+    setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, _build if deterministic else _stock_build)
 
-    def build(
-        builder: CPUAttentionMetadataBuilder, common_prefix_len: int, common: Any, fast_build: bool = False
-    ) -> CPUAttentionMetadata:
-        return _stock_build(builder, common_prefix_len, one_token_each(common), fast_build)
 
-    setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, build)
+def _build(builder: CPUAttentionMetadataBuilder, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+    return _stock_build(builder, common_prefix_len, one_token_each(common), fast_build)
 
 
 def one_token_each(common: Any) -> Any:

@@ -132,7 +132,13 @@ def build_policy(
         spmd_backend=SPMD_BACKEND,
     )
     set_spmd_backend(SPMD_BACKEND)
-    dims = _build_meshes(parallelism, config.ranks) if beside is None else beside.dims
+    dims = ParallelDims.from_config(parallelism, config.ranks) if beside is None else beside.dims
+    if beside is None:
+        dims.build_mesh()
+        if dims.tp_enabled:
+            # One collective over both axes: two in sequence may round differently on different ranks, which would give
+            # the ranks different gradient norms and let replicated weights drift apart.
+            dims.get_mesh(["fsdp", "tp"])._flatten()
     varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
     if config.compile and not varlen:
         raise ConfigError(
@@ -187,16 +193,6 @@ def frozen_policy(policy: Policy, config: TrainerConfig, teacher: Path | None = 
     with torch.no_grad():
         torch._foreach_copy_(frozen.local_tensors(), policy.local_tensors())
     return frozen
-
-
-def _build_meshes(parallelism: ParallelismConfig, ranks: int) -> ParallelDims:
-    dims = ParallelDims.from_config(parallelism, ranks)
-    dims.build_mesh()
-    if dims.tp_enabled:
-        # One collective over both axes: two in sequence may round differently on different ranks, which would give
-        # the ranks different gradient norms and let replicated weights drift apart.
-        dims.get_mesh(["fsdp", "tp"])._flatten()
-    return dims
 
 
 def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> Qwen3Model.Config:
