@@ -34,9 +34,6 @@ from titan_rl.importing import import_package
 
 SMALLEST, LARGEST = 10, 99
 
-SCRIPT = Path(__file__).with_name("tool_sum_agent.py")
-"""Plays `tool_sum_openai`."""
-
 _SUM = re.compile(r"(\d{1,9})\+(\d{1,9})")
 
 
@@ -121,4 +118,5 @@ class ToolSumOpenAI(ToolSum):
         import_package(module, for_what="a program of this environment", install="titan-rl[agents]")
 
     def play(self, example: Example, endpoint: Endpoint) -> str:
-        return run_script(SCRIPT, example.prompt[0].content, endpoint=endpoint)
+        script = Path(__file__).with_name("tool_sum_agent.py")
+        return run_script(script, example.prompt[0].content, endpoint=endpoint)

@@ -7,8 +7,6 @@ arguments do not fit, or the function raised `ToolError`). Any other exception i
 rollout.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Sequence

@@ -142,11 +142,9 @@ class EngineLoop:
             try:
                 engine.validate(request)
                 answers.append(None)
-            except RequestError as error:
-                answers.append(error)
             except Exception as error:  # such as a temperature that is a string: only this request fails
                 reason = f"request {request.request_id!r}: {type(error).__name__}: {error}"
-                answers.append(RequestError(reason))
+                answers.append(error if isinstance(error, RequestError) else RequestError(reason))
         now = time.monotonic()
         with self._changed:
             self._leading_engine()

@@ -318,9 +318,7 @@ class ForkServerClient(asyncio.Protocol):
 
 
 async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-    except TimeoutError:
-        return False
-    return True
+    return event.is_set()

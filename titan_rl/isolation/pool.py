@@ -151,7 +151,19 @@ class UserCodePool:
                 process = await self._fork()
                 if started is not None:
                     started.set()
-                return self._value(call, await self._first_result(process, call))
+                first: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
+                process.on_results = lambda results: None if first.done() else first.set_result(results[0])
+                either: list[asyncio.Future[Any]] = [first, process.ended]
+                try:
+                    process.send(pack_order((0, call)))
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    process.kill()
+                await asyncio.wait([process.ended])
+                if first.done():
+                    return self._value(call, first.result())
+                gone = ActorGone if process.lost_server and not self._closed else TaskError
+                raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
         except (ActorGone, TaskError) as error:
             raise type(error)(f"{call}: {error}") from None
 
@@ -281,32 +293,14 @@ class UserCodePool:
         logger.warning("environment %s: a process %s%s", self._setup.name, how, why)
         open_calls = list(fork.calls.values())
         failed = len(open_calls) if fork.concurrent else 1
-        if fork.ends and not fork.late:
+        reason, kind = f"its process {how} and returned nothing", ActorGone if fork.process.lost_server else TaskError
+        if fork.late:
+            reason, kind = f"did not finish within {self._setup.step_seconds:g} s and was killed", TaskTimeout
+        elif fork.ends:
             failed = 0
         self._waiting[fork.concurrent][:0] = open_calls[failed:]
-        if fork.late:
-            late = f"did not finish within {self._setup.step_seconds:g} s and was killed"
-            self._fail(open_calls[:failed], late, TaskTimeout)
-        else:
-            lost = ActorGone if fork.process.lost_server else TaskError
-            self._fail(open_calls[:failed], f"its process {how} and returned nothing", lost)
+        self._fail(open_calls[:failed], reason, kind)
         self._dispatch_soon()
-
-    async def _first_result(self, process: ForkedProcess, call: UserCall) -> CallResult:
-        """What a process answers. When this returns or raises, it and all that it started are gone."""
-        first: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
-        process.on_results = lambda results: None if first.done() else first.set_result(results[0])
-        either: list[asyncio.Future[Any]] = [first, process.ended]
-        try:
-            process.send(pack_order((0, call)))
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            process.kill()
-        await asyncio.wait([process.ended])
-        if first.done():
-            return first.result()
-        gone = ActorGone if process.lost_server and not self._closed else TaskError
-        raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
 
     def _value(self, call: UserCall, result: CallResult) -> Any:
         """The result's value. Raises TaskError if user code failed. The traceback is logged once per place, because the

@@ -64,9 +64,7 @@ from titan_rl.generation.vllm.packed import PackedMatrix, packed
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`(x [M, K], weight [N, K], bias [N] or None) -> [M, N]`."""
 
-DETERMINISTIC = "deterministic"
-"""Rows that do not depend on each other; the function depends on the layer."""
-AUTO, PACKED, PLAIN = "auto", "packed", "plain"
+AUTO, PACKED, PLAIN, DETERMINISTIC = "auto", "packed", "plain", "deterministic"
 
 PACKED_FROM = 192
 """Hidden size from which "auto" is packed; smaller products gain nothing."""

@@ -26,7 +26,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
-from titan_rl.policy.models.qwen3 import Qwen3Shape
 from titan_rl.weights.manifest import LM_HEAD, TensorShard
 
 if TYPE_CHECKING:
@@ -44,11 +43,17 @@ def load_weights(policy: Policy, directory: Path) -> None:
         ConfigError: no weights, or tensors missing, unexpected or of a wrong shape, each named.
     """
     files = _tensor_files(directory)
-    _check_names(directory, policy.shape, set(files))
+    shapes = policy.shape.tensor_shapes()
+    allowed = {*shapes, LM_HEAD} if policy.shape.tied else shapes.keys()
+    unexpected = {name for name in files.keys() - allowed if not name.endswith(_IGNORED_SUFFIX)}
+    for names, problem in ((shapes.keys() - files, "are missing"), (unexpected, "are not part of Qwen3")):
+        if names:
+            some = ", ".join(sorted(names)[:5]) + ", …" * (len(names) > 5)
+            raise ConfigError(f"{directory}: {len(names)} tensors {problem}: {some}")
     tensors = policy.tensors
     readers = {file: safe_open(file, framework="pt") for file in sorted(set(files.values()))}
     with torch.no_grad():
-        for name, shape in policy.shape.tensor_shapes().items():
+        for name, shape in shapes.items():
             stored = readers[files[name]].get_slice(name)
             if tuple(stored.get_shape()) != shape:
                 raise ConfigError(
@@ -67,16 +72,6 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if not files:
         raise ConfigError(f"{directory} holds no weights: there is no *.safetensors file")
     return files
-
-
-def _check_names(directory: Path, shape: Qwen3Shape, found: set[str]) -> None:
-    wanted = set(shape.tensor_shapes())
-    allowed = wanted | ({LM_HEAD} if shape.tied else set())
-    unexpected = {name for name in found - allowed if not name.endswith(_IGNORED_SUFFIX)}
-    for names, problem in ((wanted - found, "are missing"), (unexpected, "are not part of Qwen3")):
-        if names:
-            some = ", ".join(sorted(names)[:5]) + ", …" * (len(names) > 5)
-            raise ConfigError(f"{directory}: {len(names)} tensors {problem}: {some}")
 
 
 def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:

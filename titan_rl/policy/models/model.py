@@ -52,7 +52,6 @@ from titan_rl.policy.models.titan_adaptation import (
     share_padding_of_tied_shards,
 )
 from titan_rl.policy.token_scores import token_scores
-from titan_rl.weights.manifest import TIED
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
@@ -108,11 +107,6 @@ class Policy:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    @property
-    def aliases(self) -> tuple[tuple[str, str], ...]:
-        """`(name, name of the stored tensor)` of tensors that share another's storage."""
-        return TIED if self.shape.tied else ()
 
 
 def build_policy(
