@@ -189,11 +189,8 @@ class EngineLoop:
         return self._ask(lambda: self._inbox.wake(publication))
 
     def close(self) -> Future[None]:
-        """End the loop on all ranks and free the engine. Requests in flight come back aborted.
-
-        On ranks other than 0 this only returns the future: they end with rank 0. After a crash the future carries the
-        cause.
-        """
+        """End the loop on all ranks and free the engine. Requests in flight come back aborted. On ranks other than 0
+        this only returns the future: they end with rank 0. After a crash the future carries the cause."""
         with self._changed:
             if self._rank == 0:
                 self._inbox.close()
