@@ -1,4 +1,4 @@
-"""Forced calls and schemas through the `openai` client, of a real engine and a policy that has learned nothing (25 s)."""
+"""Forced calls and schemas through the `openai` client: a real engine, a policy that has learned nothing (25 s)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ async def test_a_call_that_is_required_is_made(up):
     found = [called(choice) for choice in answer.choices]
     assert {len(calls) for calls in found} == {1}
     assert {name for ((name, _),) in found} == {"add", "wait"}
-    assert all(arguments["terms"] in ("1+2", "2+2") if name == "add" else not arguments for ((name, arguments),) in found)
+    assert all(
+        arguments["terms"] in ("1+2", "2+2") if name == "add" else not arguments for ((name, arguments),) in found
+    )
     assert {choice.finish_reason for choice in answer.choices} == {"tool_calls"}
 
 

@@ -14,7 +14,7 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_policy(TinyPolicyConfig(tokenizer="chat", max_length=640), tmp_path_factory.mktemp("policy"))
+    return make_tiny_policy(TinyPolicyConfig(tokenizer="chat", max_length=1024), tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

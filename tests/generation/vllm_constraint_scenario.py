@@ -34,11 +34,11 @@ def finish(engine: VllmEngine) -> dict[str, Completion]:
 
 def everything(model: str, samples: int) -> dict[str, Any]:
     config = GeneratorConfig(
-        max_model_len=640, max_num_seqs=32, kv_cache_bytes=64 << 20, tensor_parallel=int(os.environ["WORLD_SIZE"])
+        max_model_len=1024, max_num_seqs=32, kv_cache_bytes=64 << 20, tensor_parallel=int(os.environ["WORLD_SIZE"])
     )
     engine, renderer = VllmEngine(config, model), make_renderer("auto", model, {"enable_thinking": False})
     prompt = np.array(renderer.render([Message("user", "where?")], TOOLS), np.int32)
-    form = AnswerForm(schema=None, tools=TOOLS[:1], choice="required", parallel=False, must_call=True)
+    form = AnswerForm(schema=None, tools=TOOLS[:1], parallel=False, must_call=True)
     free = SamplingParams(max_new_tokens=120, stop_token_ids=renderer.stop_token_ids)
     forced = replace(free, constraint=renderer.constraint(form))
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from titan_rl.cli import main
+from titan_rl.errors import AbsentError
 from titan_rl.hosts.facts import HostFacts
 from titan_rl.run import doctor
 from titan_rl.run.doctor import examine
@@ -60,6 +61,14 @@ def test_packages_that_are_missing_stop_a_run_and_others_versions_are_warned_of(
     assert titan.sentence.startswith("the package torchtitan is not installed")
     assert (torch.severity, titan.severity) == (doctor.Severity.WARNING, doctor.Severity.ABSENT)
     assert len([sentence for sentence in problems() if "torch 2.12" in sentence]) == 1
+
+
+def test_a_host_that_cannot_isolate_programs_of_the_policy_is_told(monkeypatch):
+    def refuse(source):
+        raise AbsentError("namespaces are missing")
+
+    monkeypatch.setattr(doctor, "run_policy_code", refuse)
+    assert problems(about="policy code") == ["namespaces are missing"]
 
 
 def test_a_full_disk_is_told_at_every_start(monkeypatch, tmp_path):

@@ -79,3 +79,16 @@ def test_a_teacher_teaches_without_rewards(tmp_path: Path) -> None:
     before, after = learned(tmp_path / "pupil", *names, *kl, *small)
     print(f"teacher {best:.2f}; pupil {before:.2f} -> {after:.2f}")
     assert before + 0.3 < after
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(300)
+def test_a_warm_up_alone_is_supervised_fine_tuning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titan_rl.train", "--recipe", "copy4", "--environment.kwargs.digits", "2"]
+    options = ["--trainer.warmup.steps", "150", "--loop.steps", "0", "--logging.directory", str(tmp_path)]
+    run = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    (file,) = tmp_path.glob("*/metrics.jsonl")
+    (only,) = [line for line in map(json.loads, file.open()) if "evaluation/reward" in line]
+    assert only["evaluation/reward"] > 0.9
+    assert list(tmp_path.glob("*/checkpoint/*.safetensors"))

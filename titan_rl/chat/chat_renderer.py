@@ -19,8 +19,9 @@ CHAT_RENDERERS = {"qwen3": "qwen3"}
 """`model_type` of a checkpoint → renderer of the library. Other models run the tokenizer's chat template."""
 
 
-CALL_FORMATS = {"qwen3": "qwen_3"}
-"""Renderer → what xgrammar calls its format of tool calls."""
+CALL_TOKENS = {"qwen3": ("<tool_call>", "</tool_call>")}
+"""Renderer → the tokens around a call of its format, which is that of Qwen3."""
+THINK_TOKENS = ("<think>", "</think>")
 MOST_SPACES = 2
 """In a row in constrained JSON: a policy that has not learned otherwise would write nothing else."""
 
@@ -50,7 +51,7 @@ class ChatRenderer:
             raise ConfigError(f"rollout.renderer {name!r} with rollout.renderer_kwargs {values}: {error}") from error
         tokenizer = transformers_tokenizer(model_path) if name == "default" else PlainTokenizer(model_path)
         self._tokenizer, self._name = tokenizer, name
-        self._may_think = name in CALL_FORMATS and getattr(config, "enable_thinking", False)
+        self._may_think = bool(getattr(config, "enable_thinking", False))
         self._renderer = renderers.create_renderer(tokenizer, config)
         self.vocab_size = len(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()))  # of byte-level ones in bytes, never less
@@ -100,34 +101,40 @@ class ChatRenderer:
         return said
 
     def constraint(self, form: AnswerForm) -> str:
+        if self._name not in CALL_TOKENS and (form.tools or self._may_think):
+            raise TaskError(f"answers cannot be constrained in the chat format {self._name!r}")
         formats: list[Any] = []
         if form.schema is not None and not form.must_call:
-            formats.append({"type": "json_schema", "json_schema": form.schema, "max_whitespace_cnt": MOST_SPACES})
+            formats.append(_json(form.schema))
         if form.tools:
-            choice = form.choice
-            if formats:  # a text that is neither content of the schema nor a call is not an answer
-                allowed = {} if isinstance(choice, str) else choice["allowed_tools"]
-                choice = choice | {"allowed_tools": allowed | {"mode": "required"}} if allowed else "required"  # type: ignore[operator]
-            tools = [each | {"parameters": each["parameters"] or {"type": "object"}} for each in _declared(form.tools)]
-            described = [{"type": "function", "function": each} for each in tools]
-            formats.append(self._format(described, choice, parallel_tool_calls=form.parallel))
+            formats.append(self._calls(form, text=not (formats or form.must_call)))
         answer = {"type": "or", "elements": formats} if len(formats) > 1 else formats[0]
         if self._may_think:
-            thinking = self._format([], "auto", reasoning="auto")["elements"][0]
-            answer = {"type": "sequence", "elements": [thinking, answer]}
+            thought = {"type": "any_tokens", "exclude_tokens": [*THINK_TOKENS, *self.stop_token_ids]}
+            thinking = _sequence(_between(THINK_TOKENS, thought), _text("\n\n"))
+            answer = _sequence({"type": "optional", "content": thinking}, answer)
         return json.dumps({"type": "structural_tag", "format": answer})
 
-    def _format(self, tools: list[Any], choice: str | dict[str, Any], **more: Any) -> dict[str, Any]:
-        xgrammar = import_package("xgrammar", for_what="constrained answers", install="xgrammar")
-        if self._name not in CALL_FORMATS:
-            raise TaskError(f"calls cannot be constrained in the chat format {self._name!r}")
-        settings = {"reasoning": "disabled", "max_whitespace_cnt": MOST_SPACES} | more
-        try:
-            tag = xgrammar.get_model_structural_tag(CALL_FORMATS[self._name], tools, choice, **settings)
-        except ValueError as error:  # such as the name of a tool that is not there
-            raise TaskError(f"tool_choice: {error}") from error
-        found: dict[str, Any] = tag.model_dump(mode="json")["format"]
-        return found
+    def _calls(self, form: AnswerForm, *, text: bool) -> dict[str, Any]:
+        """At least one call, or with `text` any text and calls. Their marks are single tokens: spelled by others they
+        would be read as text."""
+        marks = CALL_TOKENS[self._name]
+        tags = [
+            _between(
+                marks,
+                _sequence(
+                    _text(f'\n{{"name": {json.dumps(tool.name)}, "arguments": '),
+                    _json(tool.parameters or {"type": "object"}),
+                    _text("}\n"),
+                ),
+            )
+            for tool in form.tools
+        ]
+        calls = {"tags": tags, "at_least_one": not text, "stop_after_first": not form.parallel}
+        if not text:
+            return {"type": "tags_with_separator", "separator": "\n", **calls}
+        excluded = [*THINK_TOKENS, *self.stop_token_ids]
+        return {"type": "token_triggered_tags", "trigger_tokens": marks[:1], "exclude_tokens": excluded, **calls}
 
     def _render(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> list[int]:
         with _writing():
@@ -179,6 +186,23 @@ def as_dicts(messages: Messages) -> list[dict[str, Any]]:
 
 def _present(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_SPACES}
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": elements}
+
+
+def _between(marks: tuple[str, str], content: dict[str, Any]) -> dict[str, Any]:
+    begin, end = ({"type": "token", "token": mark} for mark in marks)
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
 def _declared(tools: Tools) -> list[dict[str, Any]]:

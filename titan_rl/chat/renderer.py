@@ -39,8 +39,7 @@ class AnswerForm(NamedTuple):
     schema: dict[str, Any] | None
     """JSON Schema of the content; None: any text."""
     tools: Tools
-    choice: str | dict[str, Any]
-    """OpenAI's `tool_choice`."""
+    """Those that may be called."""
     parallel: bool
     """Whether there may be several calls."""
     must_call: bool

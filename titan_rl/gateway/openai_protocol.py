@@ -277,25 +277,28 @@ class ChatCompletionRequest(Sampling):
         return replace(call, answer=self._answer(tools))
 
     def _answer(self, tools: list[ToolSpec]) -> AnswerForm | None:
-        choice, wanted = self.tool_choice or "auto", self.response_format
-        if choice not in ("none", "auto") and not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice", code="invalid_request")
+        match self.tool_choice:
+            case FunctionReference(function=named):
+                names, must_call = [named.name], True
+            case AllowedToolsChoice(allowed_tools=allowed):
+                names, must_call = [each.function.name for each in allowed.tools], allowed.mode == "required"
+            case choice:
+                names, must_call = [tool.name for tool in tools], choice == "required"
+        missing = [name for name in names if all(tool.name != name for tool in tools)]
+        if missing or (must_call and not names):
+            problem = f"there is no tool {missing[0]!r}" if missing else "it needs tools"
+            raise ApiError(400, f"tool_choice: {problem}", param="tool_choice", code="invalid_request")
         schema: dict[str, Any] | None = None
-        if isinstance(wanted, SchemaFormat):
-            schema = wanted.json_schema.schema_ or {}
-        elif wanted is not None and wanted.type == "json_object":
-            schema = {"type": "object"}
+        match self.response_format:
+            case SchemaFormat(json_schema=wanted):
+                schema = wanted.schema_ or {}
+            case PlainFormat(type="json_object"):
+                schema = {"type": "object"}
         strict = any(tool.function.strict for tool in self.tools or ()) or self.parallel_tool_calls is False
-        if schema is None and not (tools and (strict or choice != "auto")):
+        if schema is None and not (tools and (strict or must_call or len(names) < len(tools))):
             return None
-        return AnswerForm(
-            schema=schema,
-            tools=tools,
-            choice=choice if isinstance(choice, str) else choice.model_dump(),
-            parallel=self.parallel_tool_calls is not False,
-            must_call=choice not in ("none", "auto")
-            and not (isinstance(choice, AllowedToolsChoice) and choice.allowed_tools.mode == "auto"),
-        )
+        callable_ = [tool for tool in tools if tool.name in names]
+        return AnswerForm(schema, callable_, parallel=self.parallel_tool_calls is not False, must_call=must_call)
 
 
 class CompletionRequest(Sampling):

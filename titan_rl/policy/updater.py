@@ -154,12 +154,16 @@ class PolicyUpdater:
     def freeze_reference(self) -> None:
         """Compare the policy from now on with its weights as they are now, or with the teacher: the KL term of the
         loss. Raises TrainingError if `trainer.kl.coefficient` is 0."""
-        from titan_rl.policy.models.model import frozen_policy
+        from titan_rl.policy.models.model import frozen_copy, frozen_policy
 
         if not self._config.kl.coefficient:
             raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
         self._reference = self._warm_up = None  # their memory goes before the next one's is taken
-        self._reference = frozen_policy(self._policy, self._config, self._teacher)
+        if self._teacher is None:
+            self._reference = frozen_copy(self._policy, self._config)
+        else:
+            self._reference = frozen_policy(read_shape(self._teacher), self._config, beside=self._policy)
+            load_weights(self._reference, self._teacher)
 
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None

@@ -24,7 +24,9 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl import __version__
+from titan_rl.errors import AbsentError
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
+from titan_rl.isolation.policy_code import run_policy_code
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb
 from titan_rl.run import cuda
@@ -123,6 +125,7 @@ def examine(host: HostFacts) -> Iterator[HostFinding]:
     yield from _processor(host)
     yield from _memory(host)
     yield from _devices(host)
+    yield from _policy_code()
     yield from _remains(Path(tempfile.gettempdir()))
 
 
@@ -173,6 +176,14 @@ def _devices(host: HostFacts) -> Iterator[HostFinding]:
         )
     for sentence in (*cuda.lacking(host), *cuda.slowing()) if count else ():
         yield _warning("devices", sentence)
+
+
+def _policy_code() -> Iterator[HostFinding]:
+    try:
+        run_policy_code("")
+        yield HostFinding("policy code", "programs of the policy can be isolated here (run_policy_code)")
+    except AbsentError as error:
+        yield _warning("policy code", str(error))
 
 
 def _remains(temporary: Path) -> Iterator[HostFinding]:

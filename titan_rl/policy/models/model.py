@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
-from titan_rl.policy.models.checkpoint import load_weights
-from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
+from titan_rl.policy.models.qwen3 import Qwen3Shape
 from titan_rl.policy.models.titan_adaptation import (
     local_part,
     reduce_gradients_by_plain_sums,
@@ -173,17 +171,18 @@ def build_policy(
     )
 
 
-def frozen_policy(policy: Policy, config: TrainerConfig, teacher: Path | None = None) -> Policy:
-    """A policy of its own, sharded like this one, with the weights of the checkpoint `teacher`, or this one's as they
-    are now, bit for bit. It never learns: no gradient, no optimizer."""
+def frozen_policy(shape: Qwen3Shape, config: TrainerConfig, *, beside: Policy) -> Policy:
+    """A policy with empty weights, sharded like `beside`. It never learns: no gradient, no optimizer."""
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
     config = dataclasses.replace(config, activation_checkpointing="none")
-    shape = policy.shape if teacher is None else read_shape(teacher)
-    frozen = build_policy(shape, config, policy.device, beside=policy)
+    frozen = build_policy(shape, config, beside.device, beside=beside)
     frozen.module.eval().requires_grad_(False)
-    if teacher is not None:
-        load_weights(frozen, teacher)
-        return frozen
+    return frozen
+
+
+def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
+    """A frozen policy with the weights of this one as they are now, bit for bit."""
+    frozen = frozen_policy(policy.shape, config, beside=policy)
     with torch.no_grad():
         torch._foreach_copy_(frozen.local_tensors(), policy.local_tensors())
     return frozen
