@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import StepOutput
-from titan_rl.generation.engine_loop import make_engine_loop
+from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 from titan_rl.weights.manifest import TIED, Publication, PullReport, TensorShard
@@ -102,7 +102,7 @@ class Loop:
 
     def __init__(self, models: dict[str, str], *, keep_prefix_cache: bool = False) -> None:
         self.collector = Collector()
-        self.loop = make_engine_loop(
+        self.loop = EngineLoop(
             GeneratorConfig(
                 max_model_len=64,
                 max_num_seqs=16,
@@ -112,6 +112,7 @@ class Loop:
                 keep_prefix_cache=keep_prefix_cache,
                 engine="vllm_loop_scenario:held_engine",
             ),
+            rank=int(os.environ["RANK"]),
             model_path=Path(models["tied_a"]),
             device="cpu",
             on_completions=self.collector.add,

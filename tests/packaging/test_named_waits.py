@@ -63,7 +63,7 @@ ENDED_BY = {
     "rollout/rollouter.py:close": "the sessions, whose programs have been ended",
     "rollout/rollouter.py:run": "the session, which ends with its program",
     "isolation/fork_server_client.py:fork": "the host forks it, or is killed after KILL_SECONDS",
-    "isolation/pool.py:_first_result": "the host kills the process, or is killed after KILL_SECONDS",
+    "isolation/pool.py:run_program": "the host kills the process, or is killed after KILL_SECONDS",
     "isolation/pool.py:call": "an answer, the time limit, or the end of the process",
     "isolation/user_code.py:_awaited": "user code: the pool kills it after `environment.step_seconds`",
     "isolation/user_code.py:_perform": "user code: the pool kills it after `environment.step_seconds`",

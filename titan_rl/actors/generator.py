@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.errors import ActorGone, GeneratorFailed, TitanError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine_loop import EngineLoop, make_engine_loop
+from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
 from titan_rl.rpc.mesh_client import MeshClient
@@ -71,8 +71,9 @@ class Generator(RequestServer):
         self._rank0 = Connection(rank0, what=f"{self._name}.{{}} of rank 0")
         await Generator.set_peers.answer(self, relay)
         tell = asyncio.get_running_loop().call_soon_threadsafe  # what the engine thread has to say
-        self._loop = make_engine_loop(
+        self._loop = EngineLoop(
             self._config,
+            rank=self._rank,
             model_path=self._model_path,
             device=self._device,
             on_completions=lambda completions: tell(self._completed, completions),

@@ -126,7 +126,7 @@ class TrainerClient(MeshClient):
         recorder = recorder or TokenScoreRecorder()
         answers = await self._step(PolicyTrainer.train_step, batch, recorder.names)
         for _, scores in answers:
-            recorder.update(scores)
+            recorder.scores.update(scores)
         self.version, self._as_loaded = PolicyVersion(self.version.incarnation, self.version.step + 1), False
         return answers[0][0]
 

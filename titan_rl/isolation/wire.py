@@ -296,7 +296,7 @@ read_setup_result = reader(SetupResult)
 
 
 class Fork(NamedTuple):
-    """Fork a process that answers calls on the socket sent with this frame. Two `ForkStatus`es follow: one when it is
+    """Fork a process that answers calls on the socket that was sent for it. Two `ForkStatus`es follow: one when it is
     forked, one when it is gone."""
 
     number: int
