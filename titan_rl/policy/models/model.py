@@ -50,6 +50,7 @@ from titan_rl.policy.models.titan_adaptation import (
     share_padding_of_tied_shards,
 )
 from titan_rl.policy.token_scores import token_scores
+from titan_rl.support import Supports
 from titan_rl.weights.manifest import TIED
 
 SPMD_BACKEND = "partial_dtensor"
@@ -80,7 +81,7 @@ class Policy:
     def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
-        wanted = WantedScores(batch.rows, batch.targets, temperature)
+        wanted = WantedScores(batch.rows, batch.targets, temperature, batch.supports)
         scores: tuple[Tensor, Tensor] = self.module(batch.tokens, batch.positions, documents, wanted)
         return scores
 
@@ -250,6 +251,7 @@ class WantedScores(NamedTuple):
     rows: Tensor  # [N] int64, index into T
     targets: Tensor  # [N] int64
     temperature: float
+    supports: Supports | None  # of the targets
 
 
 class ScoringHead(Linear):
@@ -269,9 +271,16 @@ class ScoringHead(Linear):
             vocab_start = mesh.get_local_rank() * math.ceil(len(head) / mesh.size())  # split as by torch.chunk
             # Each rank's part of the vocabulary gives the hidden rows a summand of their gradient.
             head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
-        rows, targets, temperature = wanted
-        hidden = input[0].index_select(0, rows)
-        return token_scores(hidden, head, targets, temperature=temperature, vocab_start=vocab_start, group=group)
+        hidden = input[0].index_select(0, wanted.rows)
+        return token_scores(
+            hidden,
+            head,
+            wanted.targets,
+            temperature=wanted.temperature,
+            supports=wanted.supports,
+            vocab_start=vocab_start,
+            group=group,
+        )
 
 
 class ScoringModel(Qwen3Model):
