@@ -5,10 +5,10 @@ Invariants held here and relied on everywhere above:
 - A `PolicyVersion` orders all weights ever served: `(incarnation, step)`, compared in that order.
 - Arrays of one completion or sample have one length; position `i` of `logprobs` and `versions` speaks about
   `token_ids[i]`. A request, completion or piece with other dtypes than it declares cannot be made.
-- `loss_mask[i]` is True only for tokens that an engine sampled, and for each of them in exactly one sample; only there
-  do `logprobs` and `versions` have a meaning.
+- `loss_mask[i]` is True only for tokens that an engine sampled, and for each of them in exactly one sample, unless no
+  other token was possible; only there do `logprobs` and `versions` have a meaning.
 
-This module imports numpy and the standard library only.
+This module imports numpy, the standard library and `support` only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from titan_rl.support import Supports
 
 NO_VERSION = -1
 """Entry of a `versions` array at tokens that no policy sampled (prompt and environment tokens)."""
@@ -66,6 +68,8 @@ def _require_arrays(owner: Any, dtypes: dict[str, np.dtype[Any]]) -> None:
         if length is not None and len(array) != length:
             raise ValueError(f"{owner.request_id}: {name} has {len(array)} elements, and there are {length} tokens")
         length = len(array)
+    if (supports := getattr(owner, "supports", None)) is not None and len(supports) != length:
+        raise ValueError(f"{owner.request_id}: supports of {len(supports)} tokens, and there are {length}")
 
 
 PROMPT_ARRAYS: dict[str, np.dtype[Any]] = {"prompt_token_ids": np.dtype(np.int32)}
@@ -136,6 +140,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     """-1: off."""
+    min_p: float = 0.0
+    """0: off."""
     stop_token_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
     """No stop token is sampled before so many others were; its probability goes to the rest until then."""
@@ -149,6 +155,14 @@ class SamplingParams:
     constraint: str = ""
     """What the completion must be: a structural tag of the library xgrammar, as JSON. Each token is drawn from those
     with which it can still become that, and a stop token from the moment when it is. Empty: anything."""
+    support: bool = False
+    """Whether the completion says what each token was drawn from."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens may be impossible."""
+        left_out = self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.min_new_tokens > 0
+        return left_out or bool(self.constraint)
 
     @property
     def depends_on_output(self) -> bool:
@@ -204,6 +218,8 @@ class Completion:
     generator: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     """Plain numbers, named as in `metrics.metric_table`: `generation/seconds_queued`, …"""
+    supports: Supports | None = None
+    """What the T tokens were drawn from, where that was asked for. None: each from the whole vocabulary."""
 
     def __post_init__(self) -> None:
         _require_arrays(self, SAMPLED_ARRAYS)
@@ -222,6 +238,7 @@ class Piece:
     token_ids: np.ndarray  # [T] int32
     logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int64
+    supports: Supports | None = None
 
     def __post_init__(self) -> None:
         _require_arrays(self, SAMPLED_ARRAYS)
@@ -240,7 +257,8 @@ class Piece:
 
 def sampled_arrays(*parts: Completion | Piece, start: int = 0, end: int | None = None) -> dict[str, Any]:
     """Tokens `start` to `end` of these parts together, as the arrays of a completion or a piece."""
-    return {
+    supports = Supports.join((part.supports, len(part.token_ids)) for part in parts)
+    return {"supports": supports and supports.select(slice(start, end))} | {
         name: np.concatenate([np.zeros(0, dtype), *(getattr(part, name) for part in parts)])[start:end]
         for name, dtype in SAMPLED_ARRAYS.items()
     }
@@ -354,11 +372,17 @@ class TrainingSample:
     sample: int
     """Number within the group: that of its rollout, and for its further branches as `rollout.samples` counts."""
     token_ids: np.ndarray  # [L] int32
-    loss_mask: np.ndarray  # [L] bool, True on tokens that were sampled and are trained in no other branch
+    loss_mask: np.ndarray  # [L] bool, True on tokens that were sampled, not forced, and are trained in no other branch
     logprobs: np.ndarray  # [L] float32, behaviour logprob of token i given tokens < i; 0 where not trained
     versions: np.ndarray  # [L] int64, NO_VERSION where not trained
     advantages: np.ndarray  # [L] float32, 0 where not trained; made of a number: all trained tokens have it
     reward: float
+    supports: Supports | None = None
+    """What the L tokens were drawn from. None: each from the whole vocabulary."""
+
+    @property
+    def support_bytes(self) -> int:
+        return 0 if self.supports is None else self.supports.nbytes
 
     @property
     def advantage(self) -> float:
@@ -370,7 +394,7 @@ class TrainingSample:
         if not isinstance(self.advantages, np.ndarray):
             object.__setattr__(self, "advantages", np.where(self.loss_mask, np.float32(self.advantages), np.float32(0)))
         arrays = (self.token_ids, self.loss_mask, self.logprobs, self.versions, self.advantages)
-        lengths = set(map(len, arrays))
+        lengths = {len(self.supports or self.token_ids), *map(len, arrays)}
         if len(lengths) != 1:
             raise ValueError(f"group {self.group_id} sample {self.sample}: arrays of different lengths {lengths}")
         if len(self.loss_mask) and self.loss_mask[0]:

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl import cli, train
+from titan_rl import cli, config_registry, train
+from titan_rl.gateway.config import GatewayConfig
 from titan_rl.hosts.facts import HostFacts
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tokenizer
+from titan_rl.rollout.config import SamplingConfig
+from titan_rl.run.checks import check_run, check_serving
+from titan_rl.run.doctor import Severity
 
 X300 = "x" * 300
 WRONG = {
@@ -30,6 +34,7 @@ WRONG = {
     "--recipe copy4 --generator.max_model_ln 8": ("did you mean --generator.max-model-len?",),
     "--recipe copy4 --loop.steps many": ("--loop.steps: expected an integer of at least 1, got 'many'",),
     "--recipe copy4 --loop.steps 0": ("--loop.steps: expected an integer of at least 1, got '0'",),
+    "--recipe copy4 --rollout.sampling.top_p 0": ("--rollout.sampling.top_p", "more than 0"),
     "--recipe copy4 --trainer.optimizer.lr 0": ("--trainer.optimizer.lr", "more than 0"),
     "--recipe copy4 --seed -1": ("--seed", "at least 0"),
     "--recipe copy4 --policy.tiny.seed -1": ("--policy.tiny.seed", "at least 0"),
@@ -97,6 +102,17 @@ def test_what_is_wrong_is_said_in_one_line_before_anything_starts(line, capsys, 
         (sentence,) = printed.err.splitlines()
         assert all(words in sentence for words in (WRONG | ABSENT)[line]), sentence
         assert ("warning: " in sentence) == bool(warned) == bool(printed.out) and started == []
+
+
+def test_truncated_sampling_is_refused_where_a_run_trains_on_cuda():
+    config = config_registry.copy4()
+    config.placement.device, config.rollout.sampling = "cuda", SamplingConfig(top_k=5, min_p=0.1)
+    host = HostFacts(cpus=8, cuda_devices=(0, 1, 2))
+    (found,) = [each for each in check_run(config, host) if "top_k" in each.sentence]
+    assert found.severity is Severity.ERROR
+    assert found.sentence.startswith("rollout.sampling.top_k and rollout.sampling.min_p: not on CUDA")
+    serving = check_serving(config, host, GatewayConfig(port=0))
+    assert not [each for each in serving if "top_k" in each.sentence]
 
 
 @pytest.mark.parametrize(

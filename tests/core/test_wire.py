@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.rpc.requests import pack
+from titan_rl.support import Supports
 from titan_rl.types import (
     SAMPLED_ARRAYS,
     Completion,
@@ -38,6 +39,12 @@ def requests(draw: st.DrawFn) -> GenerationRequest:
 
 
 @st.composite
+def supports(draw: st.DrawFn, tokens: int) -> Supports | None:
+    forced = draw(st.lists(st.integers(0, tokens - 1), max_size=3)) if tokens else []
+    return Supports.of({place: np.array([place], np.int32) for place in forced}, 0, tokens)
+
+
+@st.composite
 def pieces(draw: st.DrawFn) -> Piece:
     ids = draw(tokens)
     return Piece(
@@ -46,6 +53,7 @@ def pieces(draw: st.DrawFn) -> Piece:
         token_ids=np.array(ids, np.int32),
         logprobs=np.array([draw(st.floats(-30, 0, width=32)) for _ in ids], np.float32),
         versions=np.array([draw(versions).encode() for _ in ids], np.int64),
+        supports=draw(supports(len(ids))),
     )
 
 
@@ -60,6 +68,7 @@ def completions(draw: st.DrawFn) -> Completion:
         finish_reason=draw(st.sampled_from(list(FinishReason))),
         generator=draw(st.sampled_from(["generator0", "generator1"])),
         metrics={"seconds": draw(st.floats(0, 9))},
+        supports=draw(supports(len(ids))),
     )
 
 
@@ -68,6 +77,9 @@ def same(left: object, right: object) -> bool:
         a, b = getattr(left, name), getattr(right, name)
         if isinstance(a, np.ndarray):
             if a.dtype != b.dtype or not np.array_equal(a, b):
+                return False
+        elif isinstance(a, Supports) and isinstance(b, Supports):
+            if a.values.tobytes() != b.values.tobytes() or a.sizes.tobytes() != b.sizes.tobytes():
                 return False
         elif a != b:
             return False
@@ -139,6 +151,10 @@ def test_a_version_that_does_not_fit_is_not_taken_for_another_one() -> None:
         ({"logprobs": np.array([-0.1, -0.5])}, r"r: logprobs is float64 \[2\]; a one-dimensional array of float32"),
         ({"versions": np.zeros(1, np.int64)}, "r: versions has 1 elements, and there are 2 tokens"),
         ({"token_ids": [2, 1]}, "r: token_ids is list"),
+        (
+            {"supports": Supports(np.zeros(3, np.int32), np.ones(3, np.int32))},
+            "r: supports of 3 tokens, and there are 2",
+        ),
     ],
 )
 def test_what_was_sampled_cannot_be_made_of_other_dtypes_or_lengths(kind, wrong, problem) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore
+from titan_rl.support import Supports
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "advantages")
 
 
-def sample_of(length: int, *, group_id: int = 0, sample: int = 0, seed: int = 0) -> TrainingSample:
-    """`length` tokens, the second half of them sampled under two versions."""
+def sample_of(
+    length: int, *, group_id: int = 0, sample: int = 0, seed: int = 0, truncated: bool = False
+) -> TrainingSample:
+    """`length` tokens, the second half of them sampled under two versions, `truncated` from less than all ids."""
     rng = np.random.default_rng([seed, length, group_id + 2**31, sample])
     mask = np.arange(length) >= max(1, length // 2)
     versions = np.where(np.arange(length) % 2, PolicyVersion(1, 6).encode(), PolicyVersion(1, 5).encode())
@@ -27,11 +31,18 @@ def sample_of(length: int, *, group_id: int = 0, sample: int = 0, seed: int = 0)
         versions=np.where(mask, versions, NO_VERSION),
         advantages=float(rng.normal()),
         reward=float(rng.random()),
+        supports=supports_of(mask, rng) if truncated else None,
     )
 
 
-def group_of(count: int, length: int, *, group_id: int = 0, seed: int = 0) -> list[TrainingSample]:
-    return [sample_of(length, group_id=group_id, sample=number, seed=seed) for number in range(count)]
+def supports_of(mask: np.ndarray, rng: np.random.Generator) -> Supports | None:
+    """Of each token of the mask."""
+    values = {int(place): rng.integers(0, 2**31 - 1, rng.integers(2, 9), np.int32) for place in np.flatnonzero(mask)}
+    return Supports.of(values, 0, len(mask))
+
+
+def group_of(count: int, length: int, **known: Any) -> list[TrainingSample]:
+    return [sample_of(length, sample=number, **known) for number in range(count)]
 
 
 def put(store: SampleStore, samples: list[TrainingSample]) -> SampleBatch:
@@ -46,4 +57,5 @@ def bits(sample: TrainingSample) -> tuple[object, ...]:
     """Everything of a sample, comparable; NaN equals itself."""
     arrays = [(array.dtype.str, array.tobytes()) for array in (getattr(sample, name) for name in ARRAYS)]
     numbers = np.array([sample.advantage, sample.reward]).tobytes()
-    return (sample.group_id, sample.sample, numbers, *arrays)
+    supports = sample.supports and (sample.supports.sizes.tobytes(), sample.supports.values.tobytes())
+    return (sample.group_id, sample.sample, numbers, supports, *arrays)

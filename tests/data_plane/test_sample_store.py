@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from sample_examples import all_bits, bits, group_of, put, sample_of
+from sample_examples import all_bits, bits, group_of, put, sample_of, supports_of
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource, decode, encode
@@ -44,11 +44,11 @@ class AnyOrder(RuleBasedStateMachine):
     def nbytes(self):
         return sum(ref.nbytes for _, ref in self.stored.values())
 
-    @rule(count=st.integers(0, 4), length=st.sampled_from([1, 16, 60, 200, 300]))
-    def put(self, count, length):
+    @rule(count=st.integers(0, 4), length=st.sampled_from([1, 16, 60, 200, 300]), truncated=st.booleans())
+    def put(self, count, length, truncated):
         self.group_id += 1
-        samples = group_of(count, length, group_id=self.group_id)
-        fits = self.nbytes + count * encoded_size(length) <= self.bound
+        samples = group_of(count, length, group_id=self.group_id, truncated=truncated)
+        fits = self.nbytes + sum(reference_to(sample).nbytes for sample in samples) <= self.bound
         try:
             refs = self.store.put(samples)
         except SampleStoreFull:
@@ -213,6 +213,7 @@ def any_sample(draw: st.DrawFn) -> TrainingSample:
         versions=draw(arrays.arrays(np.int64, length)),
         advantages=draw(arrays.arrays(np.float32, length)),
         reward=draw(st.floats()),
+        supports=draw(st.none() | st.just(supports_of(mask, np.random.default_rng(length)))),
     )
 
 
@@ -225,7 +226,8 @@ def encoded(sample: TrainingSample) -> tuple[bytearray, SampleRef]:
 @settings(deadline=None)
 def test_every_sample_comes_back_bit_for_bit(sample):
     buffer, ref = encoded(sample)
-    assert len(buffer) == encoded_size(len(sample.token_ids)) == ref.nbytes
+    assert len(buffer) == ref.nbytes
+    assert sample.supports is not None or ref.nbytes == encoded_size(len(sample.token_ids))
     assert bits(decode(buffer, ref)) == bits(sample)
 
 

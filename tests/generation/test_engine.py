@@ -39,6 +39,7 @@ def test_requests_at_the_limits_are_taken() -> None:
         (make_request("a", top_p=0.0), "top_p"),
         (make_request("a", top_p=1.5), "top_p"),
         (make_request("a", top_k=0), "top_k"),
+        (make_request("a", min_p=1.5), "min_p"),
         (make_request("a", stop_token_ids=(13,)), "stop_token_ids"),
         (make_request("a", min_new_tokens=-1), "min_new_tokens"),
         (make_request("a", new=4, min_new_tokens=5), r"min_new_tokens must be in \[0, max_new_tokens \(4\)\], got 5"),
@@ -58,6 +59,17 @@ def test_requests_at_the_limits_are_taken() -> None:
 def test_a_request_that_cannot_be_served_is_refused_with_the_reason(request_: GenerationRequest, problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
         validate_request(request_, **LIMITS)
+
+
+def test_an_engine_that_cannot_say_what_a_token_was_drawn_from_refuses_whom_it_would_mislead() -> None:
+    class Silent(SimulatedEngine):
+        tells_support = False
+
+    asked = make_request("a", top_p=0.5, support=True)
+    SimulatedEngine().validate(asked)  # it draws from everything
+    Silent().validate(make_request("a", top_p=0.5))
+    with pytest.raises(RequestError, match="'a': this engine does not say which tokens were possible, .* top_p"):
+        Silent().validate(asked)
 
 
 @pytest.mark.parametrize(

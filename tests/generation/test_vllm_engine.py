@@ -94,10 +94,30 @@ def test_a_layer_that_computes_with_something_else_is_refused(engine: Facts) -> 
     assert engine["hidden_copy"].startswith("lm_head computes with a copy of its weight")
 
 
-@pytest.mark.parametrize("name", ["hot", "cold", "top3", "greedy", "repeated", "counted", "kept-going"])
+@pytest.mark.parametrize(
+    "name", ["hot", "cold", "top3", "greedy", "repeated", "counted", "kept-going", "nucleus", "likely", "late"]
+)
 def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engine: Facts, name: str) -> None:
     sampled, reference = engine["convention"][name]
     np.testing.assert_allclose(sampled, reference, atol=2e-5)
+
+
+def test_what_was_possible_is_what_truncation_and_masks_have_left(engine: Facts) -> None:
+    possible, probabilities, tokens = engine["nucleus"]
+    assert possible[np.arange(24), tokens].all()
+    highest = np.argsort(-probabilities, axis=-1)
+    assert not np.take_along_axis(possible, highest[:, 9:], 1).any()
+    for row, share in zip(possible, probabilities, strict=True):
+        nine = np.sort(share)[-9:]
+        kept = np.sort(share[row]) / nine.sum()
+        assert kept.sum() >= 0.8 - 1e-5 and kept[1:].sum() < 0.8 + 1e-5
+    possible, probabilities, _ = engine["likely"]
+    share = probabilities / probabilities.max(-1, keepdims=True)
+    assert (possible | (share < 0.2 + 1e-5)).all() and (~possible | (share > 0.2 - 1e-5)).all()
+    possible, _, tokens = engine["late"]
+    assert (possible == [True] * 2 + [False] * 11).all() and set(tokens) <= {0, 1}, "no stop token was"
+    recorded, sampled = engine["unasked"]
+    assert recorded is None and sampled.tolist() == engine["nucleus"][2].tolist(), "recording changes no token"
 
 
 def test_no_stop_token_comes_before_its_time(engine: Facts) -> None:
@@ -264,7 +284,7 @@ def forward_of(batch: SimpleNamespace, seeds: dict[str, int]) -> Callable[..., t
     """The sampler of random rows, for requests of these seeds."""
     runner = SimpleNamespace(input_batch=batch, sampler=SimpleNamespace(topk_topp_sampler=SimpleNamespace()))
     running = {name: RunningRequest(make_request(name, seed=seed), 0.0, []) for name, seed in seeds.items()}
-    SeededSampling(runner, running)
+    SeededSampling(runner, running, {})
     return runner.sampler.topk_topp_sampler.forward
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import llvmlite.binding  # noqa: F401 (under numba; vLLM's search for kernels stumbles over it)
+import numpy as np
 import torch
 import torch.distributed as dist
 from loop_harness import PROMPT, SWAPS, SWAPS_OF_CI, make_request
@@ -196,7 +197,7 @@ def faults(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> dict[str, An
 
 
 def reference_logprobs(model: Path, request: GenerationRequest, completion: Completion) -> torch.Tensor:
-    """By transformers, after penalties, temperature and top-k."""
+    """By transformers, after penalties, temperature and top-k, over what was possible by the completion's word."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     prompt = torch.from_numpy(request.prompt_token_ids).long()
     tokens = torch.from_numpy(completion.token_ids).long()
@@ -209,7 +210,19 @@ def reference_logprobs(model: Path, request: GenerationRequest, completion: Comp
     if request.sampling.top_k > 0:
         lowest = logits.topk(request.sampling.top_k).values[:, -1:]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
+    if completion.supports is not None:
+        rows, vocab = (slice(0, size) for size in logits.shape)
+        logits = logits.masked_fill(torch.from_numpy(completion.supports.impossible(rows, vocab)), -torch.inf)
     return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+
+def probabilities(model: Path, request: GenerationRequest, completion: Completion) -> np.ndarray:
+    """[T, V] by transformers, after temperature only."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    tokens = torch.from_numpy(np.concatenate([request.prompt_token_ids, completion.token_ids])).long()
+    with torch.no_grad():
+        logits = policy(tokens[None]).logits[0, len(request.prompt_token_ids) - 1 : -1]
+    return (logits / request.sampling.temperature).softmax(-1).numpy()
 
 
 def penalised(logits: torch.Tensor, request: GenerationRequest, so_far: torch.Tensor) -> torch.Tensor:
@@ -265,6 +278,10 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
         make_request("repeated", new=24, seed=4, repetition_penalty=1.7),
         make_request("counted", new=24, seed=5, temperature=0.7, presence_penalty=-1.5, frequency_penalty=0.9),
         make_request("kept-going", new=24, seed=6, stop_token_ids=tuple(range(2, 13)), min_new_tokens=9),
+        make_request("nucleus", new=24, seed=7, temperature=2.0, top_p=0.8, top_k=9, support=True),
+        make_request("likely", new=24, seed=8, temperature=2.0, min_p=0.2, support=True),
+        make_request("late", new=9, seed=6, stop_token_ids=tuple(range(2, 13)), min_new_tokens=9, support=True),
+        make_request("unasked", new=24, seed=7, temperature=2.0, top_p=0.8, top_k=9),
     ]
     completions = drain(engine, conventions)
     facts["convention"] = {
@@ -274,6 +291,12 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
         )
         for request in conventions
     }
+
+    for name in ("nucleus", "likely", "late"):
+        asked, completion = next(each for each in conventions if each.request_id == name), completions[name]
+        impossible = completion.supports.impossible(slice(0, len(completion.token_ids)), slice(0, 13))
+        facts[name] = ~impossible, probabilities(model, asked, completion), completion.token_ids
+    facts["unasked"] = completions["unasked"].supports, completions["unasked"].token_ids
 
     kept_going = completions["kept-going"]
     facts["kept_going"] = kept_going.token_ids.tolist(), kept_going.finish_reason
@@ -341,11 +364,11 @@ WAYS_OF_SAMPLING: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.0},
     {"stop_token_ids": (9,)},
-    {"temperature": 0.7, "top_k": 3},
-    {"temperature": 1.3, "top_p": 0.8, "stop_token_ids": (4, 5)},
+    {"temperature": 0.7, "top_k": 3, "support": True},
+    {"temperature": 1.3, "top_p": 0.8, "stop_token_ids": (4, 5), "support": True},
     {"repetition_penalty": 1.3, "temperature": 0.0},
     {"presence_penalty": 0.5, "frequency_penalty": -0.4, "top_k": 5, "top_p": 0.9},
-    {"stop_token_ids": (2, 3, 4, 5, 6), "min_new_tokens": 3, "frequency_penalty": 0.3},
+    {"stop_token_ids": (2, 3, 4, 5, 6), "min_new_tokens": 3, "frequency_penalty": 0.3, "support": True},
 )
 
 
@@ -389,6 +412,7 @@ def essence(completion: Completion) -> tuple[Any, ...]:
         completion.finish_reason,
         numbers,
         preemptions,
+        completion.supports and (completion.supports.sizes.tolist(), completion.supports.values.tolist()),
     )
 
 

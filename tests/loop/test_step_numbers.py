@@ -113,13 +113,15 @@ V3 = PolicyVersion(0, 3)
 @pytest.mark.parametrize(("exact", "wanted"), [(False, None), (True, V3)])
 def test_what_a_group_asks_for(exact: bool, wanted: PolicyVersion | None) -> None:
     config = copy4()
-    sampling = dataclasses.replace(config.rollout.sampling, temperature=0.7)
+    sampling = dataclasses.replace(config.rollout.sampling, temperature=0.7, top_p=0.9, top_k=5)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sampling=sampling))
     train = system(config).train_group(5, V3, exact=exact, attempt=2)
     held_out = system(config).held_out_group(5, V3)
     assert (train.purpose, train.samples, train.attempt) == (Purpose.TRAIN, 8, 2)
     assert (held_out.purpose, held_out.samples) == (Purpose.EVALUATE, 1)
     assert (train.sampling.temperature, held_out.sampling.temperature) == (0.7, 0.0), "held-out prompts are greedy"
+    assert (train.sampling.top_p, train.sampling.top_k, train.sampling.min_p) == (0.9, 5, 0.0)
+    assert not held_out.sampling.truncates, "nor is anything left out of them"
     assert (train.exact_version, held_out.exact_version) == (wanted, V3)
     for group in (train, held_out):
         assert (group.group_id, group.min_version) == (5, V3)

@@ -39,6 +39,7 @@ FLOORS = (
         "bounds",
         "directories",
         "seeding",
+        "support",
         "importing",
         "one_line",
         "overrides",

@@ -9,6 +9,7 @@ from unittest import mock
 
 import numpy as np
 from support.ranks import Scenario
+from support.supports import supports_of
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import StorageError, TrainingError
@@ -88,11 +89,31 @@ def batch_of(step: int) -> SampleBatch:
     )
 
 
+def truncated_batch() -> SampleBatch:
+    """The mixed batch, as if some tokens had been drawn from a part of the vocabulary: of any size but one."""
+    rng = np.random.default_rng(6)
+
+    def truncated(sample: TrainingSample) -> TrainingSample:
+        possible = rng.random((len(sample.token_ids), VOCAB)) < rng.choice(
+            [0.1, 0.5, 0.9, 1.0], (len(sample.token_ids), 1)
+        )
+        possible |= ~sample.loss_mask[:, None]
+        possible[np.arange(len(possible)), sample.token_ids] = possible[:, 0] = True
+        return replace(sample, supports=supports_of(possible))
+
+    return SampleBatch.of(map(truncated, mixed_batch().samples))
+
+
 def one_token_batch() -> SampleBatch:
     return SampleBatch.of([sample(np.random.default_rng(5), 0, 4, 1)])
 
 
-BATCHES = {"lopsided": lopsided_batch, "mixed": mixed_batch, "one token": one_token_batch}
+BATCHES = {
+    "lopsided": lopsided_batch,
+    "mixed": mixed_batch,
+    "truncated": truncated_batch,
+    "one token": one_token_batch,
+}
 
 
 def trainer(data_parallel: int, tensor_parallel: int, **kwargs: Any) -> TrainerConfig:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.supports import supports_of
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from titan_rl.errors import ConfigError
@@ -297,8 +298,9 @@ def test_a_warm_up_of_rates_that_is_longer_than_the_warm_up_is_refused():
         WarmupConfig(steps=10, lr_warmup_steps=20)
 
 
-def expected_scores(logits, targets, temperature):
-    every = torch.log_softmax(logits.double() / temperature, -1)
+def expected_scores(logits, targets, temperature, possible=None):
+    scaled = logits.double() / temperature
+    every = torch.log_softmax(scaled if possible is None else scaled.masked_fill(~possible, -1e9), -1)
     return every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
 
 
@@ -308,14 +310,18 @@ def chunk(request, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_scores_and_their_gradients_are_those_of_log_softmax(chunk, temperature):
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.3])
+def test_scores_and_their_gradients_are_those_of_log_softmax_over_what_was_possible(chunk, temperature, share):
     torch.manual_seed(0)
     hidden, head = torch.randn(17, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     targets, pull, push = torch.randint(0, 9, (17,)), torch.randn(17), torch.randn(17)
-    logprobs, entropies = token_scores(hidden, head, targets, temperature=temperature)
+    possible = (torch.rand(17, 9) < share).scatter(1, targets[:, None], True)
+    supports = supports_of(possible.numpy())
+    assert (supports is None) == (share == 1.0)
+    logprobs, entropies = token_scores(hidden, head, targets, temperature=temperature, supports=supports)
     (logprobs @ pull + entropies @ push).backward()
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, head)]
-    wanted_logprobs, wanted_entropies = expected_scores(exact[0] @ exact[1].T, targets, temperature)
+    wanted_logprobs, wanted_entropies = expected_scores(exact[0] @ exact[1].T, targets, temperature, possible)
     (wanted_logprobs @ pull.double() + wanted_entropies @ push.double()).backward()
     torch.testing.assert_close(logprobs.double(), wanted_logprobs, atol=4e-6, rtol=1e-6)
     torch.testing.assert_close(entropies.double(), wanted_entropies, atol=4e-6, rtol=1e-6)
@@ -347,6 +353,16 @@ def test_a_sure_policy_loses_no_precision():
     wanted_logprobs, wanted_entropies = expected_scores(logits, torch.tensor([0]), 1.0)
     assert abs(logprobs.item() - wanted_logprobs.item()) < 1e-8
     assert abs(entropies.item() - wanted_entropies.item()) < 1e-8
+
+
+def test_logits_far_above_the_possible_ones_change_nothing():
+    logits = torch.tensor([[300.0, 1.0, 0.0]], requires_grad=True)
+    supports = supports_of(np.array([[False, True, True]]))
+    logprobs, entropies = token_scores(logits, torch.eye(3), torch.tensor([1]), temperature=1.0, supports=supports)
+    (logprobs.sum() + entropies.sum()).backward()
+    wanted_logprobs, wanted_entropies = expected_scores(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), 1.0)
+    torch.testing.assert_close((logprobs.double(), entropies.double()), (wanted_logprobs, wanted_entropies))
+    assert logits.grad.isfinite().all() and logits.grad[0, 0] == 0
 
 
 def test_bfloat16_logits_are_scored_in_float32():

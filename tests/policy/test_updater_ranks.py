@@ -14,6 +14,7 @@ import torch
 from policy_scenarios import BATCHES, assemble, gradients, mixed_batch, on_layout, relative_error, transformer
 from safetensors.numpy import load_file, save_file
 from support.ranks import Results, Scenario, cells
+from support.supports import impossible
 from transformers import AutoModelForCausalLM
 
 from titan_rl.errors import ConfigError, TrainingError
@@ -35,7 +36,7 @@ spoilt_layouts = pytest.mark.parametrize("layout", cells(LAYOUTS[1:], ci=[(2, 1)
 
 
 def batches_of(policy: str) -> list[str]:
-    return list(BATCHES) if policy == TIED else ["mixed"]
+    return list(BATCHES) if policy == TIED else ["mixed", "truncated"]
 
 
 USER_LOSSES = """
@@ -123,13 +124,15 @@ def gradients_on(ranks: list[Any], batch: str) -> dict[str, np.ndarray]:
 
 
 def reference(path: Path, batch) -> tuple[torch.nn.Module, list[torch.Tensor], list[torch.Tensor]]:
-    """transformers' model, and per sample the logprobs [L - 1] and entropies of what follows each token."""
+    """transformers' model, and per sample the logprobs [L - 1] and entropies of what follows each token, each over what
+    that was drawn from."""
     model = transformer(path)
     logprobs, entropies = [], []
     for entry in batch.samples:
         tokens = torch.from_numpy(entry.token_ids.astype(np.int64))
         logits = model(tokens[None]).logits[0, :-1]
-        every = torch.log_softmax(logits / TEMPERATURE, -1)
+        nowhere = torch.from_numpy(impossible(entry.supports, (len(tokens), logits.shape[-1]))[1:])
+        every = torch.log_softmax((logits / TEMPERATURE).masked_fill(nowhere, -1e9), -1)
         logprobs.append(every.gather(1, tokens[1:, None])[:, 0])
         entropies.append(-(every.exp() * every).sum(-1))
     return model, logprobs, entropies
@@ -181,9 +184,10 @@ def test_metrics_are_the_same_plain_floats_on_all_ranks(results, case):
 
 
 @pytest.mark.parametrize("case", [(TIED, 1, 1), (UNTIED, 2, 2)], ids=str)
-def test_the_clipped_gradient_is_the_one_derived_by_hand(results, paths, case):
+@pytest.mark.parametrize("batch_name", ["mixed", "truncated"])
+def test_the_clipped_gradient_is_the_one_derived_by_hand(results, paths, case, batch_name):
     """The clip leaves or removes a token's gradient: d loss = -A r d logprob where it leaves it."""
-    batch = mixed_batch()
+    batch = BATCHES[batch_name]()
     model, logprobs, entropies = reference(paths[case[0]], batch)
     loss = torch.zeros(())
     sides = set()
@@ -199,18 +203,19 @@ def test_the_clipped_gradient_is_the_one_derived_by_hand(results, paths, case):
     (loss / batch.trained_tokens).backward()
     assert {(True, True, True), (False, False, True), (True, False, False), (False, True, False)} <= sides
     wanted = {name: parameter.grad.numpy().astype(np.float64) for name, parameter in model.named_parameters()}
-    assert relative_error(gradients_on(results[case], "mixed"), wanted) < 2e-5
+    assert relative_error(gradients_on(results[case], batch_name), wanted) < 2e-5
     norm = np.sqrt(sum(np.sum(gradient**2) for gradient in wanted.values()))
-    assert results[case][0]["mixed", "metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert results[case][0][batch_name, "metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 @every_case
-def test_logprobs_equal_those_of_transformers(results, paths, case):
-    batch = mixed_batch()
+@pytest.mark.parametrize("batch_name", ["mixed", "truncated"])
+def test_logprobs_equal_those_of_transformers(results, paths, case, batch_name):
+    batch = BATCHES[batch_name]()
     _, wanted, _ = reference(paths[case[0]], batch)
     got: dict = {}
     for rank in results[case]:
-        got |= rank["mixed", "logprobs"]
+        got |= rank[batch_name, "logprobs"]
     assert len(got) == len(batch)
     for entry, logprobs in zip(batch.samples, wanted, strict=True):
         array = got[entry.group_id, entry.sample]

@@ -1,24 +1,35 @@
 """Conversations as trees: every sampled token is trained once, behind what it was sampled behind (3 s)."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.supports import impossible
 
 from titan_rl.errors import RequestError
 from titan_rl.rollout.samples import TokenTree, Turn, check, training_samples
+from titan_rl.support import Supports, encode_support
 from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, TrainingSample
 
+VOCAB = 8
 
-def completion(tokens, *, logprobs=None, versions=None, finish_reason=FinishReason.STOP) -> Completion:
+
+def completion(tokens, *, logprobs=None, versions=None, finish_reason=FinishReason.STOP, possible=()) -> Completion:
+    """`possible`: how many of `VOCAB` ids each token was drawn from, from itself on; all of them by default."""
+    supports = {
+        place: encode_support(np.isin(np.arange(VOCAB), (tokens[place] + np.arange(count)) % VOCAB))
+        for place, count in enumerate(possible)
+    }
     return Completion(
         request_id="r",
         token_ids=np.array(tokens, dtype=np.int32),
         logprobs=np.array([-1.0] * len(tokens) if logprobs is None else logprobs, dtype=np.float32),
         versions=np.array([0] * len(tokens) if versions is None else versions, dtype=np.int64),
         finish_reason=finish_reason,
+        supports=Supports.of(supports, 0, len(tokens)),
     )
 
 
@@ -100,10 +111,23 @@ def test_a_turn_whose_tokens_differ_in_advantage_keeps_them_where_a_later_prompt
     assert second.advantages.tolist() == [0, 0, 0, 0, 1], "what a sample before trains has none here"
 
 
+def test_a_forced_token_is_not_trained_and_a_branch_of_nothing_else_is_no_sample():
+    tree = TokenTree()
+    for prompt, sampled, possible in (([1], [2, 3, 4], [VOCAB, 1, 2]), ([1, 2, 3, 9], [5], [1]), ([7], [8, 6], [1, 3])):
+        tree.add(turn_of(prompt, completion(sampled, possible=possible, logprobs=[-1.0 / each for each in possible])))
+    assert shown(tree) == ["1 2* 3 4*", "7 8 6*"] and tree.leaves == 3
+    first, second = samples_of(tree)
+    assert (first.versions.tolist(), first.logprobs.tolist()) == ([-1, 0, -1, 0], [0, -0.125, 0, -0.5])
+    assert (first.sample, second.sample) == (0, 2), "a branch keeps its number"
+    assert impossible(second.supports, (3, VOCAB)).sum(1).tolist() == [0, VOCAB - 1, VOCAB - 3]
+
+
 # Random conversations against a naive book of every token there is.
 
 token = st.integers(0, 3)  # few values, so that histories agree by chance and policies forge what others said
-sampled_token = st.tuples(token, st.floats(-20, 0, width=32), st.integers(0, 5))
+sampled_token = st.tuples(
+    token, st.floats(-20, 0, width=32), st.integers(0, 5), st.sampled_from([VOCAB, VOCAB, VOCAB - 1, 3, 1])
+)
 turn = st.fixed_dictionaries(
     {
         "how": st.sampled_from(["append", "append", "append", "edit", "cut", "fork", "fresh"]),
@@ -124,6 +148,7 @@ class Known:
     sampled: bool
     logprob: float = 0.0
     version: int = NO_VERSION
+    possible: int = VOCAB
 
 
 @dataclass
@@ -176,8 +201,9 @@ def test_random_conversations_train_what_was_sampled_once_and_in_its_place(turns
             case _:
                 prompt = each["given"]
         prompt = prompt or [0]
-        tokens, logprobs, versions = ([part[index] for part in each["sampled"]] for index in range(3))
-        sampled = completion(tokens, logprobs=logprobs, versions=versions, finish_reason=FinishReason.LENGTH)
+        tokens, logprobs, versions, possible = ([part[index] for part in each["sampled"]] for index in range(4))
+        cut = FinishReason.LENGTH
+        sampled = completion(tokens, logprobs=logprobs, versions=versions, finish_reason=cut, possible=possible)
         tree.add(turn_of(prompt, sampled))
         book.add(prompt, each["sampled"])
         histories.append([*prompt, *tokens])
@@ -185,12 +211,12 @@ def test_random_conversations_train_what_was_sampled_once_and_in_its_place(turns
     branches = samples_of(tree)
     # what each sampled token was sampled behind, by its number, derived from the paths alone
     expected = sorted(
-        (tuple(known.token for known in path[:index]), known.token, known.logprob, known.version)
+        (tuple(known.token for known in path[:index]), known.token, known.logprob, known.version, known.possible)
         for number, (path, index, known) in {
             known.number: (path, index, known)
             for path in book.paths
             for index, known in enumerate(path)
-            if known.sampled
+            if known.sampled and known.possible > 1
         }.items()
     )
     trained = sorted(
@@ -199,19 +225,20 @@ def test_random_conversations_train_what_was_sampled_once_and_in_its_place(turns
             int(branch.token_ids[index]),
             float(branch.logprobs[index]),
             int(branch.versions[index]),
+            VOCAB - int(impossible(branch.supports, (len(branch.token_ids), VOCAB))[index].sum()),
         )
         for branch in branches
         for index in np.flatnonzero(branch.loss_mask)
     )
     assert trained == expected
-    assert len(expected) == sum(len(each["sampled"]) for each in turns)
-    leaves = book.leaves()
-    assert tree.leaves == len(branches)
-    assert sorted(branch.token_ids.tolist() for branch in branches) == sorted(
-        [known.token for known in path] for path in leaves
-    )
+    sampled = [possible for each in turns for *_, possible in each["sampled"]]
+    assert len(expected) == len(sampled) - sampled.count(1)
+    leaves = Counter(tuple(known.token for known in path) for path in book.leaves())
+    trained = Counter(tuple(branch.token_ids.tolist()) for branch in branches)
+    assert tree.leaves == leaves.total()
+    assert trained == leaves if 1 not in sampled else trained <= leaves
     assert stored_tokens(tree) == len({known.number for path in book.paths for known in path})
     for branch in branches:
-        assert branch.loss_mask.any() and branch.loss_mask[-1] and not branch.loss_mask[0]
+        assert branch.loss_mask.any() and not branch.loss_mask[0]
         assert not branch.logprobs[~branch.loss_mask].any()
         assert (branch.versions[~branch.loss_mask] == NO_VERSION).all()

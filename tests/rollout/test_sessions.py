@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
-from support.sessions import ADD, LENGTH, RUN_SEED, UNEXTENDABLE, VERSION, Program, prompt_of, rendered_anew, user
+from support.sessions import (
+    ADD,
+    LENGTH,
+    RUN_SEED,
+    UNEXTENDABLE,
+    VERSION,
+    Program,
+    prompt_of,
+    rendered_anew,
+    request,
+    user,
+)
 
 from titan_rl.errors import RequestError, RolloutOver
 from titan_rl.metrics.rollout_record import RolloutRecord
@@ -78,6 +90,16 @@ def test_the_run_decides_how_the_policy_samples_and_the_program_where_it_ends(re
         ("s", VERSION, VERSION)
     }
     assert first.request_id != second.request_id
+
+
+@pytest.mark.parametrize("purpose", Purpose)
+@pytest.mark.parametrize("option", [{}, {"top_p": 0.9}, {"top_k": 4}, {"min_p": 0.1}, {"min_new_tokens": 1}])
+def test_what_tokens_are_drawn_from_is_recorded_where_it_may_be_less_than_all_and_is_trained(renderer, purpose, option):
+    group = request().group
+    group = replace(group, purpose=purpose, sampling=replace(group.sampling, **option))
+    (asked,) = Program(renderer, {"group": group}).ask([user("1")])
+    assert asked.sampling.support == (purpose is Purpose.TRAIN and option != {})
+    assert replace(asked.sampling, max_new_tokens=50, support=False) == group.sampling
 
 
 def test_the_order_of_calls_that_are_open_at_once_decides_no_seed(renderer):

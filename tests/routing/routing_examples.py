@@ -10,6 +10,7 @@ from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.health import Fleet
 from titan_rl.routing.strategies import RoutingStrategy
+from titan_rl.support import Supports
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
 
 V0, V1, V2, V3 = (PolicyVersion(0, step) for step in range(4))
@@ -47,13 +48,15 @@ def completion(
     version: PolicyVersion = V0,
     generator: str = "g0",
 ) -> Completion:
-    """What an engine answers after so many tokens. No token occurs twice in one test run: each is its own name."""
+    """What an engine answers after so many tokens, every second of which was forced. No token occurs twice in one test
+    run: each is its own name."""
     tokens = np.fromiter(itertools.islice(_tokens, sampled), np.int32, sampled)
     return Completion(
         request_id=attempt.request_id,
         token_ids=tokens,
         logprobs=-tokens.astype(np.float32),
         versions=np.full(sampled, version.encode(), np.int64),
+        supports=Supports.of({place: tokens[place : place + 1] for place in range(0, sampled, 2)}, 0, sampled),
         finish_reason=reason,
         generator=generator,
         metrics={"generation/seconds_in_engine": 1.0, "generation/prompt_tokens": float(len(attempt.prompt_token_ids))},

@@ -3,6 +3,7 @@ Requests that fail do so alone. Random attempts without streams are in `test_rou
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from titan_rl.routing.attempts import Shown
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, SamplingParams
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, SamplingParams, sampled_arrays
 
 
 def started(dispatcher: Dispatcher, asked: GenerationRequest) -> GenerationRequest:
@@ -35,20 +36,21 @@ def piece(attempt: GenerationRequest, sampled: Completion, start: int, end: int)
     return Piece(
         request_id=attempt.request_id,
         offset=attempt.stream_from + start,
-        token_ids=sampled.token_ids[start:end],
-        logprobs=sampled.logprobs[start:end],
-        versions=sampled.versions[start:end],
+        **sampled_arrays(sampled, start=start, end=end),
     )
 
 
 def cut(whole: Completion, end: int, reason: FinishReason) -> Completion:
-    return replace(
-        whole,
-        token_ids=whole.token_ids[:end],
-        logprobs=whole.logprobs[:end],
-        versions=whole.versions[:end],
-        finish_reason=reason,
-    )
+    return replace(whole, finish_reason=reason, **sampled_arrays(whole, end=end))
+
+
+def tokens_of(part: Completion | Piece) -> list[tuple[Any, ...]]:
+    """Each token with all that is known of it."""
+    sizes = [0] * len(part.token_ids) if part.supports is None else part.supports.sizes.tolist()
+    values = [] if part.supports is None else part.supports.values.tolist()
+    ends = itertools.accumulate(sizes)
+    supports = [values[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return [*zip(part.token_ids.tolist(), part.logprobs.tolist(), part.versions.tolist(), supports, strict=True)]
 
 
 @given(
@@ -102,9 +104,8 @@ def test_what_was_shown_is_never_sampled_again(budget: int, attempts: list[tuple
     for each in shown:
         assert each.offset == position
         position = each.end
-    for name in ("token_ids", "logprobs", "versions"):
-        joined = [value for each in shown for value in getattr(each, name).tolist()]
-        assert joined == getattr(whole, name).tolist()[: len(joined)]
+    joined = [token for each in shown for token in tokens_of(each)]
+    assert joined == tokens_of(whole)[: len(joined)]
     assert dispatcher.in_flight("g0") == dispatcher.in_flight("g1") == dispatcher.waiting == 0
 
 
@@ -119,8 +120,7 @@ def test_a_long_stream_goes_on_where_it_was_too() -> None:
     assert second.prompt_token_ids[3:].tolist() == sampled.token_ids.tolist()
     whole = dispatcher.completed(second.request_id, completion(second, 1, FinishReason.STOP), 0.0)
     assert whole is not None
-    for name in ("token_ids", "logprobs", "versions"):
-        assert getattr(whole, name)[:1000].tolist() == getattr(sampled, name).tolist()
+    assert tokens_of(whole)[:1000] == tokens_of(sampled)
 
 
 def test_a_lost_attempt_that_was_shown_to_its_end_has_ended() -> None:
@@ -186,9 +186,7 @@ def test_what_is_shown_of_any_pieces_in_any_order_is_the_completion(length: int,
     for each in handed_on:
         assert each.offset == position and len(each.token_ids) > 0
         position = each.end
-    for name in ("token_ids", "logprobs", "versions"):
-        joined = [value for each in handed_on for value in getattr(each, name).tolist()]
-        assert joined == getattr(whole, name).tolist()
+    assert [token for each in handed_on for token in tokens_of(each)] == tokens_of(whole)
 
 
 @pytest.mark.parametrize("length", [5, 2])

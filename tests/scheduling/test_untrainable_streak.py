@@ -25,7 +25,7 @@ def test_every_reason_is_counted_most_frequent_first():
     streak.untrainable(7, Untrainable.EQUAL_REWARDS, "0.0")
     streak.untrainable(6, Untrainable.EQUAL_REWARDS, "1.0")
     with pytest.raises(
-        NothingToTrain, match=r"2 all rewards equal \(first group 7: 0.0\); 1 filtered .*; 1 no sampled token"
+        NothingToTrain, match=r"2 all rewards equal \(first group 7: 0.0\); 1 filtered .*; 1 no token to train"
     ):
         streak.untrainable(8, Untrainable.EMPTY)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from titan_rl.rollout.report import GroupReport
 from titan_rl.run.start import start
 from titan_rl.types import PolicyVersion, TrainingSample
 
+TRUNCATION = {"top_p": 0.8, "top_k": 5}
 TOLERANCE = 2e-5
 """Largest float32 difference between an engine's logprob and the trainer's at the same version."""
 
@@ -47,6 +48,9 @@ class Flow:
     """Everything that the tests look at."""
 
     steps: list[Step]
+    truncated: tuple[tuple[TrainingSample, np.ndarray, np.ndarray], ...]
+    """Of another batch, sampled with `TRUNCATION`: each sample with the trainer's logprobs, and with those over the
+    whole vocabulary."""
     fleet: list[Any]
     ends: list[BaseException | None]
     """Of each generator's engine loops."""
@@ -87,10 +91,20 @@ async def flow() -> AsyncIterator[Flow]:
             previous, publication = publication, await system.trainer.push_model_state_dict()
             await system.router.pull_model_state_dict(publication)
             await system.trainer.release(previous)
+        request = system.train_group(100, publication.version)
+        request = replace(request, sampling=replace(request.sampling, **TRUNCATION))
+        (report,) = await system.rollouts.run_groups([request])
+        samples = source.fetch(report.samples)
+        await system.rollouts.release(report.samples)
+        whole = [replace(sample, group_id=101, supports=None) for sample in samples]
+        scored = TokenScoreRecorder((each.group_id, each.sample) for each in (*samples, *whole))
+        await system.trainer.train_step(SampleBatch.of([*samples, *whole]), scored)
+        by_name = {name: scores.logprobs for name, scores in scored.scores.items()}
+        truncated = tuple((each, by_name[100, each.sample], by_name[101, each.sample]) for each in samples)
         fleet = await system.router.fleet_status()
         generators = system.generators().values()
         ends = await asyncio.gather(*(each.close() for each in generators), return_exceptions=True)
-    yield Flow(steps, fleet, ends)
+    yield Flow(steps, truncated, fleet, ends)
 
 
 async def test_the_engine_and_the_trainer_agree_at_the_sampling_version(flow: Flow) -> None:
@@ -98,6 +112,14 @@ async def test_the_engine_and_the_trainer_agree_at_the_sampling_version(flow: Fl
         for sample in step.samples:
             trained = step.at_version[sample.group_id, sample.sample]
             assert np.abs(trained - sample.logprobs[sample.loss_mask]).max() <= TOLERANCE
+
+
+async def test_they_agree_about_tokens_that_were_drawn_from_a_part_of_the_vocabulary(flow: Flow) -> None:
+    behaviour = np.concatenate([sample.logprobs[sample.loss_mask] for sample, _, _ in flow.truncated])
+    over_support, over_all = (np.concatenate(each) for each in list(zip(*flow.truncated, strict=True))[1:])
+    assert len(behaviour) > 16
+    assert np.exp(over_support - behaviour).mean() == pytest.approx(1, abs=1e-5)
+    assert np.exp(over_all - behaviour).mean() < 0.95, "otherwise this proves nothing"
 
 
 async def test_they_differ_from_the_version_before(flow: Flow) -> None:

@@ -166,7 +166,7 @@ class RolloutWorker(StoreKeeper):
         for rollout in result.rollouts:
             if rollout.error:
                 _log.warning("%s sample %d: %s: %s", request, rollout.sample, rollout.failure, rollout.error)
-        aside = sum(encoded_size(len(sample.token_ids)) for sample in result.samples) >= _AWAY_FROM_LOOP
+        aside = sum(encoded_size(len(each.token_ids), each.support_bytes) for each in result.samples) >= _AWAY_FROM_LOOP
         until = time.monotonic() + ROOM_SECONDS
         while True:
             try:

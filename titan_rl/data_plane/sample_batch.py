@@ -21,9 +21,9 @@ _TOKEN_BYTES = 21  # token id, logprob, version, advantage and a byte of the mas
 _ALIGNMENT = 8  # of the size of an encoded sample, and so of the beginning of the next one
 
 
-def encoded_size(length: int) -> int:
+def encoded_size(length: int, support_bytes: int = 0) -> int:
     """Bytes of a sample of `length` tokens, as a store writes it."""
-    return -(-length * _TOKEN_BYTES // _ALIGNMENT) * _ALIGNMENT
+    return -(-(length * _TOKEN_BYTES + support_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 class SampleRef(NamedTuple):
@@ -54,10 +54,12 @@ class SampleRef(NamedTuple):
     """Of its bytes."""
     advantage: float
     """Mean over the trained tokens."""
+    support_bytes: int = 0
+    """Of its supports; 0: every token was drawn from the whole vocabulary."""
 
     @property
     def nbytes(self) -> int:
-        return encoded_size(self.length)
+        return encoded_size(self.length, self.support_bytes)
 
 
 def reference_to(sample: TrainingSample) -> SampleRef:
@@ -76,6 +78,7 @@ def reference_to(sample: TrainingSample) -> SampleRef:
         offset=0,
         checksum=0,
         advantage=sample.advantage,
+        support_bytes=sample.support_bytes,
     )
 
 

@@ -4,8 +4,8 @@
 
 A sample is flat bytes, little-endian; its numbers travel in its reference. The round trip is exact, NaN included.
 
-    token_ids int32 [L] | logprobs float32 [L] | versions int64 [L] | advantages float32 [L] | loss_mask uint8 [L] |
-    zeros to 8 B
+    token_ids int32 [L] | logprobs float32 [L] | versions int64 [L] | advantages float32 [L] |
+    supports, where there are any: sizes int32 [L], values int32 | loss_mask uint8 [L] | zeros to 8 B
 
 - A stored sample's bytes never change: a file is written once and removed once.
 - `put` stores all samples or raises and keeps none.
@@ -27,13 +27,14 @@ from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from xxhash import xxh3_64_intdigest as checksum_of
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
 from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
+from titan_rl.support import Supports
 from titan_rl.types import TrainingSample
 from titan_rl.weights.segment_files import DIRECTORY, check_channel, segment_path
 
@@ -59,7 +60,9 @@ def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
                 raise ValueError(
                     f"group {sample.group_id} sample {sample.sample}: {name} is {array.dtype}, not {dtype}"
                 )
-        sizes.append(encoded_size(len(sample.token_ids)))
+        if sample.supports is not None:
+            arrays[-1:-1] = sample.supports.sizes, sample.supports.values
+        sizes.append(encoded_size(len(sample.token_ids), sample.support_bytes))
         parts += [array.data for array in arrays]
         parts.append(bytes(sizes[-1] - sum(array.nbytes for array in arrays)))
     content = b"".join(parts)
@@ -73,9 +76,13 @@ def decode(buffer: bytes | memoryview, ref: SampleRef) -> TrainingSample:
     if (found := checksum_of(buffer)) != ref.checksum:
         reason = f"{len(buffer)} bytes with checksum {found:016x}, written was {ref.checksum:016x}"
         raise SampleError(reason, ref.group_id, ref.sample)
-    arrays = {}
+    arrays: dict[str, Any] = {}
     offset = 0
     for name, dtype in _ARRAYS:
+        if name == "loss_mask" and ref.support_bytes:
+            whole = np.frombuffer(buffer, "<i4", ref.support_bytes // 4, offset)
+            arrays["supports"] = Supports(sizes=whole[: ref.length], values=whole[ref.length :])
+            offset += ref.support_bytes
         arrays[name] = np.frombuffer(buffer, dtype, ref.length, offset)
         offset += ref.length * dtype.itemsize
     return TrainingSample(group_id=ref.group_id, sample=ref.sample, reward=ref.reward, **arrays)

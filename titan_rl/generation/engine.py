@@ -8,6 +8,7 @@ Contract of every implementation, the same on all ranks of a generator:
 - `step` costs nothing per request that did not finish beyond what the engine itself computes, and `new_pieces`
   nothing per request that does not stream.
 - `served_shards` returns the memory that the next step computes with, never a copy.
+- With `sampling.support`, a completion says of each token which ids could be drawn there.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from titan_rl.errors import RequestError, RequestTooLong
+from titan_rl.support import Supports
 from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
 
@@ -47,6 +49,9 @@ class StepOutput(NamedTuple):
 class Engine(ABC):
     """A text-generation engine, as one tensor-parallel rank sees it."""
 
+    tells_support = False
+    """Whether it can say what a token was drawn from; it refuses requests that ask for more."""
+
     def __init__(self, *, max_model_len: int, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_model_len` and `vocab_size`: see `validate_request`. `clock`: seconds, for metrics."""
         self._max_model_len = max_model_len
@@ -54,12 +59,18 @@ class Engine(ABC):
         self._clock = clock
         self._running: dict[str, RunningRequest] = {}  # oldest first
         self._streaming: dict[str, RunningRequest] = {}  # of those
+        self._recorded: dict[str, RunningRequest] = {}  # of those the ones that ask for supports
         self._next_pieces = 0.0  # when requests that had a piece get the next one
         self._version = NO_VERSION  # encoded
 
     def validate(self, request: GenerationRequest) -> None:
         """Raise what `validate_request` raises, or RequestError: the constraint cannot be kept. Any thread may call
         it."""
+        if request.sampling.support and not self.tells_support:
+            raise RequestError(
+                f"request {request.request_id!r}: this engine does not say which tokens were possible, as training "
+                "needs it of answers that are constrained, or truncated by top_p, top_k or min_p"
+            )
         validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         if request.sampling.constraint:
             self._check_constraint(request)
@@ -142,10 +153,13 @@ class Engine(ABC):
         running = self._running[request.request_id] = RunningRequest(request, self._clock(), [(self._version, 0)])
         if request.streams:
             self._streaming[request.request_id] = running
+        if request.sampling.support:
+            self._recorded[request.request_id] = running
         return running
 
     def _end(self, request_id: str) -> RunningRequest:
         self._streaming.pop(request_id, None)
+        self._recorded.pop(request_id, None)
         return self._running.pop(request_id)
 
     def _serve(self, version: PolicyVersion) -> None:
@@ -193,6 +207,8 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
         refuse(f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {temperature}")
     if not 0 < sampling.top_p <= 1:
         refuse(f"top_p must be in (0, 1], got {sampling.top_p}")
+    if not 0 <= sampling.min_p <= 1:
+        refuse(f"min_p must be in [0, 1], got {sampling.min_p}")
     if sampling.top_k != -1 and not 1 <= sampling.top_k:
         refuse(f"top_k must be -1 (off) or at least 1, got {sampling.top_k}")
     if any(not 0 <= token < vocab_size for token in sampling.stop_token_ids):
@@ -232,6 +248,8 @@ class RunningRequest:
     logprobs: list[float] = field(default_factory=list)
     streamed: int = 0
     """Tokens that pieces had."""
+    supports: dict[int, np.ndarray] = field(default_factory=dict)
+    """By index of the token, where it was not drawn from the whole vocabulary; kept only where that is asked for."""
 
     def add(self, token: int, logprob: float, now: float) -> None:
         """Add the token of one step."""
@@ -249,6 +267,7 @@ class RunningRequest:
             token_ids=np.array(self.tokens[start:], dtype=np.int32),
             logprobs=np.array(self.logprobs[start:], dtype=np.float32),
             versions=self._versions(start),
+            supports=Supports.of(self.supports, start, self.streamed),
         )
 
     def complete(self, reason: FinishReason, now: float) -> Completion:
@@ -266,6 +285,7 @@ class RunningRequest:
             token_ids=np.array(self.tokens, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=self._versions(0),
+            supports=Supports.of(self.supports, 0, len(self.tokens)),
             finish_reason=reason,
             metrics=metrics,
         )

@@ -48,6 +48,8 @@ class SimulatedEngine(Engine):
         sleep: waits; hand in a fake one to simulate faster than time.
     """
 
+    tells_support = True  # all tokens are possible
+
     def __init__(
         self,
         *,

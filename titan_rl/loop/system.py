@@ -55,7 +55,8 @@ def group_request(
     temperature: float | None = None,
     version: PolicyVersion = INITIAL_VERSION,
 ) -> GroupRequest:
-    """Rollouts of one prompt, by `version` or a newer one. Without a temperature, at that of training."""
+    """Rollouts of one prompt, by `version` or a newer one. Without a temperature, at that of training; only training
+    leaves out unlikely tokens."""
     sampling = config.rollout.sampling
     return GroupRequest(
         group_id=index,
@@ -64,6 +65,7 @@ def group_request(
         sampling=SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature if temperature is None else temperature,
+            **(sampling.truncation if purpose is Purpose.TRAIN else {}),
         ),
         min_version=version,
     )

@@ -23,6 +23,7 @@ from titan_rl.data_plane.store import SampleSource, prefetched
 from titan_rl.errors import SampleError, SamplesLost, TrainingError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.packing import PackingPlan
+from titan_rl.support import Supports
 from titan_rl.types import TrainingSample
 from titan_rl.weights.ranks import Ranks
 
@@ -62,6 +63,8 @@ class MicroBatch:
     advantages: Tensor  # [N] float32
     samples: Tensor  # [N] int64, document of each trained token
     versions: Tensor  # [N] int64, encoded PolicyVersion
+    supports: Supports | None
+    """What the N trained tokens were drawn from. None: each from the whole vocabulary."""
 
 
 def _untrained(group_id: int, tokens: int) -> TrainingSample:
@@ -126,6 +129,7 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
     def tensor(array: np.ndarray, dtype: type = np.int64) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device, non_blocking=True)
 
+    supports = Supports.join((sample.supports, len(sample.token_ids)) for sample in documents)
     return MicroBatch(
         documents=samples,
         tokens=tensor(row[:1]),
@@ -138,6 +142,7 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
         advantages=tensor(np.concatenate([sample.advantages[1:] for sample in documents])[mask], np.float32),
         samples=tensor(document_of[mask]),
         versions=tensor(np.concatenate([sample.versions[1:] for sample in documents])[mask]),
+        supports=supports and supports.select(np.concatenate([sample.loss_mask for sample in documents])),
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_rl.bounds import Count, CountOrZero, NotNegative, Port, Positive, Share, TwoOrMore
+from titan_rl.bounds import Count, CountOrZero, NotNegative, Port, Positive, PositiveShare, Share, TwoOrMore
 from titan_rl.errors import ConfigError
 
 
@@ -33,12 +33,27 @@ class EnvironmentConfig:
 
 @dataclass(kw_only=True, slots=True)
 class SamplingConfig:
-    """How the policy samples while training. Truncation (top-p, top-k) is refused: the trainer's logprobs are those
-    of the whole distribution."""
+    """How the policy samples while training. `top_p`, `top_k` and `min_p` leave out unlikely tokens: generators then
+    record which tokens were possible at each place, and the trainer's logprobs and entropies are of those alone. A
+    token that was the only possible one is not trained. Evaluations leave out none. Refused on CUDA, where vLLM does
+    not say what was possible."""
 
     temperature: Positive = 1.0
     max_new_tokens: Count = 6
     """Per turn."""
+    top_p: PositiveShare = 1.0
+    """The likeliest tokens that have this much of the probability together; 1: all. Less makes answers more regular,
+    leaves less to learn from, and costs a sort of all logits per token."""
+    top_k: CountOrZero = 0
+    """So many of the likeliest tokens; 0: all."""
+    min_p: Share = 0.0
+    """Tokens with at least this share of the likeliest one's probability; 0: all."""
+
+    @property
+    def truncation(self) -> dict[str, Any]:
+        """Of the settings that leave out tokens, those that do."""
+        settings = {"top_p": (self.top_p, 1.0), "top_k": (self.top_k, 0), "min_p": (self.min_p, 0.0)}
+        return {name: value for name, (value, off) in settings.items() if value != off}
 
 
 @dataclass(kw_only=True, slots=True)

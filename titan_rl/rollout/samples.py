@@ -12,7 +12,8 @@ once; demonstrations.
 - A node is either given or sampled. That depends on where its tokens came from, never on their values: a prompt adds
   only given nodes, and a completion always gets its own node, even beside an equal one.
 - Every sampled token is trained in exactly one branch, the oldest that contains it, after exactly the tokens that it
-  was sampled after. Every branch trains at least one token, because a turn without sampled tokens is refused.
+  was sampled after, unless it was forced: no other one was possible there, so its logprob is 0 under any weights. A
+  forced token is not trained and counts in no length and no denominator. A branch that trains no token is no sample.
 - What is known of a turn, such as its advantage, is known of the nodes that its tokens are in: a node refers to it.
 - `(group_id, sample)` names one branch. In a group of n rollouts, the first branch of rollout r has the number r, and
   the b-th branch after it r + b * n. So `sample % n` is the rollout.
@@ -34,6 +35,7 @@ import numpy as np
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import RequestError
+from titan_rl.support import Supports
 from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, ToolSpec, TrainingSample
 
 _NONE = np.zeros(0, np.int32)
@@ -81,6 +83,12 @@ class _Node:
     children: list[_Node] = field(default_factory=list)  # oldest first
     start: int = 0
     """Of its tokens within what its turn sampled."""
+
+    @property
+    def supports(self) -> Supports | None:
+        """Of its tokens."""
+        whole = None if self.turn is None else self.turn.completion.supports
+        return whole and whole.select(slice(self.start, self.start + len(self.token_ids)))
 
     def split(self, at: int) -> _Node:
         """Return a node that ends after the first `at` tokens: this one, or a new parent that takes these tokens."""
@@ -146,7 +154,7 @@ class TokenTree:
 def training_samples(
     group_id: int, graded: Iterable[tuple[int, float, TokenTree]], *, rollouts: int
 ) -> tuple[TrainingSample, ...]:
-    """One sample per branch of some rollouts of a group, the oldest branch first; those that sampled nothing have none.
+    """One sample per branch of some rollouts of a group, the oldest branch first; those that train nothing have none.
 
     All arrays are views of four, made at once: where rollouts are short, that takes a third of the time.
 
@@ -166,7 +174,7 @@ def training_samples(
     no_logprobs, no_versions = np.zeros(max(lengths), np.float32), np.full(max(lengths), NO_VERSION)
     advantages = np.zeros(sum(lengths), np.float32)
     seen: set[_Node] = set()
-    trained, logprobs, versions, place = [], [], [], 0
+    trained, logprobs, versions, supports, place = [], [], [], [], 0
     for node, length in zip(nodes, lengths, strict=True):
         new = node.turn is not None and node not in seen
         seen.add(node)
@@ -179,14 +187,22 @@ def training_samples(
         trained.append(new)
         logprobs.append(node.logprobs if new else no_logprobs[:length])
         versions.append(node.versions if new else no_versions[:length])
+        supports.append((node.supports if new else None, length))
     token_ids = np.concatenate([node.token_ids for node in nodes])
     loss_mask = np.repeat(trained, lengths)
     all_logprobs = np.concatenate(logprobs, dtype=np.float32)
     all_versions = np.concatenate(versions, dtype=np.int64)
     samples = []
-    end = 0
+    end = last = 0
     for sample, reward, path in paths:
         start, end = end, end + sum(len(node.token_ids) for node in path)
+        first, last = last, last + len(path)
+        support = Supports.join(supports[first:last])
+        if support is not None:
+            forced = np.flatnonzero(support.forced) + start
+            loss_mask[forced], all_logprobs[forced], all_versions[forced], advantages[forced] = False, 0, NO_VERSION, 0
+            if not loss_mask[start:end].any():
+                continue
         samples.append(
             TrainingSample(
                 group_id=group_id,
@@ -197,6 +213,7 @@ def training_samples(
                 versions=all_versions[start:end],
                 advantages=advantages[start:end],
                 reward=reward,
+                supports=support,
             )
         )
     return tuple(samples)

@@ -38,6 +38,7 @@ from titan_rl.types import (
     GenerationRequest,
     GroupRequest,
     Message,
+    Purpose,
     SamplingParams,
     StopReason,
     ToolSpec,
@@ -203,7 +204,7 @@ class Trajectory:
         equal_prompts = self._equal_prompts.copy()
         for prompt, wanted in prompts:
             room = max(1, self._max_model_len - len(prompt.token_ids))
-            sampling = _sampling(group.sampling, wanted, min(room, share))
+            sampling = _sampling(group.sampling, wanted, min(room, share), group.purpose is Purpose.TRAIN)
             known = prompt.token_digests.get(sampling)
             digest = known or prompt_digest(prompt.token_ids)
             for number in range(choices):
@@ -338,11 +339,12 @@ def extends(longer: Sequence[Message], shorter: Sequence[Message]) -> bool:
 
 
 @lru_cache(maxsize=1024)  # one object for equal requests makes their message smaller
-def _sampling(run: SamplingParams, wanted: SamplingParams, most: int) -> SamplingParams:
+def _sampling(run: SamplingParams, wanted: SamplingParams, most: int, trained: bool) -> SamplingParams:
     """What a run and a program want, and at most so many tokens."""
     tokens = min(wanted.max_new_tokens, run.max_new_tokens, most)
     stops = tuple(dict.fromkeys((*run.stop_token_ids, *wanted.stop_token_ids)))
-    return replace(run, max_new_tokens=tokens, stop_token_ids=stops, constraint=wanted.constraint)
+    sampling = replace(run, max_new_tokens=tokens, stop_token_ids=stops, constraint=wanted.constraint)
+    return replace(sampling, support=trained and sampling.truncates)
 
 
 def _digests(messages: Sequence[Message]) -> list[bytes]:

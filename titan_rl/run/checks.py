@@ -192,6 +192,12 @@ def _generator(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
     if device == "cuda" and (shape := shape_of(config)) is not None:
         if too_much := next(too_large(config, shape, host.device_memory, serving=serving), ""):
             raise AbsentError(too_much)
+    if device == "cuda" and not serving and (truncation := config.rollout.sampling.truncation):
+        settings = " and ".join(f"rollout.sampling.{name}" for name in truncation)
+        raise ConfigError(
+            f"{settings}: not on CUDA, where vLLM does not say which tokens were possible, so the trainer could not "
+            "compute the logprobs that tokens were drawn with"
+        )
     if config.generator_settings().deterministic and device == "cpu":
         refuse_more_ranks(config.generator.tensor_parallel)
     there = host.cuda_devices and host.devices_there is None

@@ -145,7 +145,7 @@ class Untrainable(StrEnum):
     FILTERED = "filtered"
     FAILED = "failed"
     """None of its rollouts could be played to the end."""
-    EMPTY = "no sampled token"
+    EMPTY = "no token to train"
     """Nothing of it can be trained."""
 
 

@@ -100,7 +100,7 @@ class VllmEngine(Engine):
 
     def __init__(self, config: GeneratorConfig, model_path: str | Path, device: str = "cpu") -> None:
         check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
-        self._device = device
+        self._device, self.tells_support = device, device == "cpu"
         self._linears = _adapt(config, Path(model_path)) if device == "cpu" else None
         tqdm.set_lock(threading.RLock())  # its own is in shared memory: a killed process leaves it behind
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
@@ -138,7 +138,7 @@ class VllmEngine(Engine):
             return OverlappedSteps(self._client, core, self._requests)
         from titan_rl.generation.vllm.steps import OwnSteps
 
-        return OwnSteps(core, self._worker.model_runner, self._running)
+        return OwnSteps(core, self._worker.model_runner, self._running, self._recorded)
 
     @property
     def llm_engine(self) -> LLMEngine:
@@ -287,6 +287,7 @@ class VllmEngine(Engine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop_token_ids=list(sampling.stop_token_ids),
             min_tokens=sampling.min_new_tokens,
             repetition_penalty=sampling.repetition_penalty,

@@ -20,7 +20,8 @@ seeded request, whose state depends on where the request was sampled so far. Her
 token is hashed from the request's seed, the token's position in the sequence (prompt included) and its id. A completion
 that goes on elsewhere, with its tokens as part of the prompt, therefore meets the noise that it would have met. It is
 Gumbel noise and the token is the argmax of logits plus noise (the Gumbel-max trick), which is exact sampling from the
-softmax. A row never looks at another row, and greedy rows need no noise.
+softmax. A row never looks at another row, and greedy rows need no noise. Here are also the logits that a token is drawn
+from, after all masks and truncation: for requests that ask, what is -inf is recorded as impossible.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from titan_rl.generation.engine import RunningRequest
+from titan_rl.support import encode_support
 
 GOLDEN = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -299,13 +301,19 @@ class Decoder:
 class OwnSteps:
     """Takes the steps of one engine: `Decoder` where it can, else vLLM's scheduler and runner."""
 
-    def __init__(self, core: EngineCore, runner: Any, running: Mapping[str, RunningRequest]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: Any,
+        running: Mapping[str, RunningRequest],
+        recorded: Mapping[str, RunningRequest],
+    ) -> None:
         """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
-        no seeds."""
+        no seeds. `recorded`: those of them whose supports are kept."""
         self._scheduler: Any = core.scheduler  # a StepScheduler
         self._executor: Any = core.model_executor
         self._decoder = decoder_of(self._scheduler, runner)
-        SeededSampling(runner, running)
+        SeededSampling(runner, running, recorded)
 
     def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
         """`params`, which requests share: `SeededSampling` knows the seed."""
@@ -328,9 +336,11 @@ class OwnSteps:
 class SeededSampling:
     """Takes the place of vLLM's sampler of random rows in one model runner."""
 
-    def __init__(self, runner: Any, running: Mapping[str, RunningRequest]) -> None:
+    def __init__(
+        self, runner: Any, running: Mapping[str, RunningRequest], recorded: Mapping[str, RunningRequest]
+    ) -> None:
         self._batch = runner.input_batch
-        self._running = running
+        self._running, self._recorded = running, recorded
         runner.sampler.topk_topp_sampler.forward = self._forward
 
     def _forward(
@@ -340,6 +350,11 @@ class SeededSampling:
         rows = logits.shape[0]
         seeds = np.fromiter((self._running[each].request.seed for each in self._batch.req_ids[:rows]), np.int64, rows)
         logits = apply_top_k_top_p(logits, k, p)
+        if self._recorded:
+            possible = logits.numpy() != -np.inf
+            for row, request_id in enumerate(self._batch.req_ids[:rows]):
+                if (running := self._recorded.get(request_id)) is not None:
+                    running.supports[len(running.tokens)] = encode_support(possible[row])
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         keys = torch.from_numpy(noise_keys(seeds, self._batch.num_tokens_no_spec[:rows]))
         # vLLM's kernel: splitmix64 of key and token id; one token per row from softmax(logits)

@@ -57,7 +57,8 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
-    """The N trained tokens of one micro-batch, N >= 0, those of one sample next to each other and in order."""
+    """The N trained tokens of one micro-batch, N >= 0, those of one sample next to each other and in order. A sampled
+    token that was the only possible one is not trained."""
 
     logprobs: Tensor  # [N] float32, under the current weights, at the sampling temperature; carries gradient
     entropies: Tensor  # [N] float32, in nats, of the distribution each token was drawn from; carries gradient

@@ -50,6 +50,7 @@ from titan_rl.policy.models.titan_adaptation import (
     share_padding_of_tied_shards,
 )
 from titan_rl.policy.token_scores import token_scores
+from titan_rl.support import Supports
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
@@ -80,7 +81,7 @@ class Policy:
         """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
         scores: tuple[Tensor, Tensor] = self.module(
-            batch.tokens, batch.positions, documents, batch.rows, batch.targets, temperature
+            batch.tokens, batch.positions, documents, batch.rows, batch.targets, temperature, batch.supports
         )
         return scores
 
@@ -234,9 +235,11 @@ class ScoringHead(Linear):
     class Config(Linear.Config):
         pass
 
-    def forward(self, input: Tensor, rows: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """`input`: [1, T, D], under tensor parallelism the same on all ranks. `rows`, `targets`: [N], which tokens
-        predict something, and what."""
+    def forward(
+        self, input: Tensor, rows: Tensor, targets: Tensor, temperature: float, supports: Supports | None
+    ) -> tuple[Tensor, Tensor]:
+        """`input`: [1, T, D], under tensor parallelism the same on all ranks. `rows`, `targets`, `supports`: [N], which
+        tokens predict something, what, and among what."""
         head, vocab_start, group = self.weight, 0, None
         if isinstance(head, DTensor) and isinstance(input, DTensor):
             mesh = head.device_mesh
@@ -245,7 +248,8 @@ class ScoringHead(Linear):
             # Each rank's part of the vocabulary gives the hidden rows a summand of their gradient.
             head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
         hidden = input[0].index_select(0, rows)
-        return token_scores(hidden, head, targets, temperature=temperature, vocab_start=vocab_start, group=group)
+        parts: dict[str, Any] = {"vocab_start": vocab_start, "group": group}
+        return token_scores(hidden, head, targets, temperature=temperature, supports=supports, **parts)
 
 
 class ScoringModel(Qwen3Model):
