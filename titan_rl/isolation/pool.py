@@ -19,6 +19,7 @@ from typing import Any
 from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
 from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient, ForkServerGone
 from titan_rl.isolation.wire import (
+    GRADING,
     VALUES,
     BadFrame,
     CallKind,
@@ -34,7 +35,7 @@ from titan_rl.types import Endpoint, Purpose
 
 MAX_PROCESSES = 4
 """Processes for plain calls, started one by one where calls wait. With fewer, slow calls hold up the others. With one,
-a reward that hangs would block the whole rollout worker for `step_seconds` per rollout. Each costs 5 MiB (`copy`) to
+a reward that hangs would block the whole rollout worker for `grade_seconds` per rollout. Each costs 5 MiB (`copy`) to
 15 MiB."""
 QUICK_SECONDS, QUICK_LIST = 0.001, 16
 """Where calls of a kind take no longer than this, so many of them are one list: handing a call over costs a worker
@@ -46,8 +47,6 @@ PAUSE_SECONDS = 10.0
 """How long no further process is tried after one could not be made, as where there are too many on the host."""
 LONGEST_TRACEBACK = 1 << 16
 """Characters at the end of a traceback of user code that are logged."""
-
-GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +63,6 @@ class _Pending:
 class _Fork:
     concurrent: bool
     """Runs `async def` functions, many at a time."""
-    seconds: float
-    """It may take so long for its next answer."""
     process: ForkedProcess | None = None
     """None while it is being forked."""
     began: bool = False
@@ -89,6 +86,7 @@ class _Fork:
 class UserCodePool:
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
+        self._shortest = min(setup.step_seconds, setup.grade_seconds)
         self._server: ForkServerClient | None = None
         self._starting = asyncio.Lock()
         self._closed = "not started"
@@ -196,7 +194,7 @@ class UserCodePool:
             self._waiting[concurrent] = waiting
             paused = bool(forks) and self._pause is not None
             if waiting and len(forks) < most and not paused and all(fork.began for fork in forks):
-                fork = _Fork(concurrent, self._setup.step_seconds + SLACK_SECONDS * concurrent)
+                fork = _Fork(concurrent)
                 self._forks.append(fork)
                 task = asyncio.create_task(self._start_fork(fork), name=f"environment {self._setup.name}")
                 self._tasks.add(task)
@@ -209,18 +207,24 @@ class UserCodePool:
         fork.calls |= {pending.number: pending for pending in calls}
         fork.process.send(b"".join(pending.frame for pending in calls))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._setup.step_seconds, self._kill_late)
+            self._timer = asyncio.get_running_loop().call_later(self._shortest, self._kill_late)
+
+    def _limit(self, fork: _Fork) -> float:
+        """When a fork with calls must have given its next answer."""
+        seconds = [self._setup.seconds(pending.call.kind) for pending in fork.calls.values()]
+        return fork.since + (max(seconds) + SLACK_SECONDS if fork.concurrent else seconds[0])
 
     def _kill_late(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
         busy = [fork for fork in self._forks if fork.calls and not fork.late]
         for fork in busy:
-            if fork.process is not None and fork.since + fork.seconds <= now:
+            if fork.process is not None and self._limit(fork) <= now:
                 fork.late = True
                 fork.process.kill()
-        if limits := [fork.since + fork.seconds for fork in busy if not fork.late]:
-            self._timer = asyncio.get_running_loop().call_at(min(limits), self._kill_late)
+        if limits := [self._limit(fork) for fork in busy if not fork.late]:  # calls that come meanwhile may have less
+            until = min(*limits, now + self._shortest)
+            self._timer = asyncio.get_running_loop().call_at(until, self._kill_late)
 
     async def _start_fork(self, fork: _Fork) -> None:
         try:
@@ -293,8 +297,8 @@ class UserCodePool:
         self._waiting[fork.concurrent][:0] = open_calls[failed:]
         assert fork.process is not None
         if fork.late:
-            late = f"did not finish within {self._setup.step_seconds:g} s and was killed"
-            self._fail(open_calls[:failed], late, TaskTimeout)
+            for each in open_calls[:failed]:
+                self._fail([each], f"{self._setup.late(each.call.kind)} and was killed", TaskTimeout)
         else:
             lost = ActorGone if fork.process.lost_server else TaskError
             self._fail(open_calls[:failed], f"its process {how} and returned nothing", lost)

@@ -64,7 +64,7 @@ class UserCode:
         self._tools = Toolbox(environment.tools())
         if self._tools.of_state and type(environment).initial_state is Environment.initial_state:
             raise ConfigError(f"tool {self._tools.of_state} takes a State, and {setup.name} has no `initial_state`")
-        self._step_seconds = setup.step_seconds
+        self._setup = setup
         self._memory_mib = setup.memory_mib
         asynchronous = {
             CallKind.RESPOND: is_asynchronous(environment.respond),
@@ -132,12 +132,12 @@ class UserCode:
 
     async def _answer_in_time(self, number: int, call: UserCall) -> CallResult:
         task = asyncio.ensure_future(self._answer(number, call))
-        in_time, _ = await asyncio.wait([task], timeout=self._step_seconds)
+        in_time, _ = await asyncio.wait([task], timeout=self._setup.seconds(call.kind))
         if in_time:
             return task.result()
         task.cancel()
         await asyncio.wait([task], timeout=CANCEL_SECONDS)
-        late = f"did not finish within {self._step_seconds:g} s" + ("" if task.done() else ", nor when cancelled")
+        late = self._setup.late(call.kind) + ("" if task.done() else ", nor when cancelled")
         return CallResult(number, failure=Failure(late, late, late + "\n", late=True))
 
     async def _answer(self, number: int, call: UserCall) -> CallResult:

@@ -152,6 +152,14 @@ class EnvironmentSetup(EnvironmentConfig):
     prompts: int = 0
     """Distinct training prompts to use; 0: the environment's own number."""
 
+    def seconds(self, kind: CallKind) -> float:
+        """Longest time of a call."""
+        return self.grade_seconds if kind in GRADING else self.step_seconds
+
+    def late(self, kind: CallKind) -> str:
+        setting = "grade_seconds" if kind in GRADING else "step_seconds"
+        return f"did not finish within {self.seconds(kind):g} s (environment.{setting})"
+
 
 class CallKind(StrEnum):
     EXAMPLE = "example"
@@ -170,6 +178,10 @@ class CallKind(StrEnum):
     """→ `DemonstrationMessages`. `prompt_index` is the demonstration's number."""
     PLAY = "play"
     """→ the program's pickled state; None if it returned None."""
+
+
+GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
+"""Calls that `environment.grade_seconds` bounds; `step_seconds` bounds the others, but for `PLAY`."""
 
 
 class TaskInfo(NamedTuple):

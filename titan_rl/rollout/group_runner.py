@@ -96,7 +96,7 @@ class GroupRunner:
         if info.plays and programs:
             if sessions is None:
                 raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
-            self.programs = Programs(self.pool, sessions, idle_seconds=self.setup.step_seconds)
+            self.programs = Programs(self.pool, sessions, idle_seconds=self.setup.program_seconds)
             self._free = asyncio.Semaphore(self._rollout.agents.at_once)
         self.info = info
         return info

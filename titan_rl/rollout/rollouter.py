@@ -300,7 +300,8 @@ class Programs:
                 return program.result()
             if idle.done():
                 idle.result()
-                raise TaskTimeout(f"its program neither asked nor returned for {self._idle_seconds:g} s and was ended")
+                seconds = f"{self._idle_seconds:g} s (environment.program_seconds)"
+                raise TaskTimeout(f"its program neither asked nor returned for {seconds} and was ended")
             return None
         finally:
             for each in (program, idle, left):
