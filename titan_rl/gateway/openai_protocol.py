@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from titan_rl import types
 from titan_rl.gateway.calls import Chat, CompletionCall
+from titan_rl.one_line import sendable
 from titan_rl.types import Message, ToolSpec
 
 MOST_FIELDS = 64
@@ -65,7 +66,6 @@ class Hints(Strict):
 
     store: bool | None = None
     metadata: dict[str, Any] | None = None
-    user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
@@ -76,6 +76,8 @@ class Sampling(Hints):
     """What chat and text completions share."""
 
     model: Annotated[str, Field(max_length=1024)]
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    """Of a run's program: the role whose turn this is."""
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -114,6 +116,7 @@ class Sampling(Hints):
             ignore_eos=bool(self.ignore_eos),
             seed=self.seed,
             logprobs=logprobs,
+            role=sendable(self.user or ""),
             drawing=drawing,
         )
 

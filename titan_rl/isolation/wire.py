@@ -165,7 +165,7 @@ class CallKind(StrEnum):
     EXAMPLE = "example"
     """→ `ExamplePrompt`."""
     RESPOND = "respond"
-    """→ (messages, done, pickled state)."""
+    """→ `Reply`."""
     CALL_TOOLS = "tool calls"
     """→ one message of role "tool" per tool call of the last message."""
     SCORE = "score"
@@ -209,6 +209,21 @@ class ExamplePrompt(NamedTuple):
     """Its reference answer as text, for display."""
 
 
+Number = Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+
+
+class Reply(NamedTuple):
+    """An `EnvironmentReply`."""
+
+    messages: tuple[Message, ...]
+    done: bool
+    state: bytes | None
+    """Pickled."""
+    reward: Number | None
+    role: str
+    anew: bool
+
+
 class DemonstrationMessages(NamedTuple):
     prompt: tuple[Message, ...]
     messages: tuple[Message, ...]
@@ -233,6 +248,8 @@ class Conversation(NamedTuple):
     finish_reasons: tuple[FinishReason, ...] = ()
     state: bytes | None = None
     """Pickled by the process that made it."""
+    tokens: tuple[int, ...] = ()
+    """Sampled in each turn."""
 
 
 class UserCall(NamedTuple):
@@ -278,11 +295,11 @@ class CallResult(NamedTuple):
     """The process ends after it. What else it was sent can be asked of another one."""
 
 
-_Score = tuple[Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)], dict[str, float]]
+_Score = tuple[Number, dict[str, float]]
 
 VALUES = {
     CallKind.EXAMPLE: reader(ExamplePrompt),
-    CallKind.RESPOND: reader(tuple[tuple[Message, ...], bool, bytes | None]),
+    CallKind.RESPOND: reader(Reply),
     CallKind.CALL_TOOLS: reader(tuple[tuple[Message, ...], bytes | None]),
     CallKind.SCORE: reader(_Score),
     CallKind.SCORE_GROUP: reader(tuple[_Score, ...]),
