@@ -4,8 +4,8 @@ Of three cards, J < Q < K, each player gets one and pays 1. The first player pas
 after a pass and a bet the first player is asked again. Who passes a bet has lost, else the higher card wins. Perfect
 players end at -1/18 for the first one (Kuhn 1950).
 
-A player sees its own card and what was played, such as `Qpb`, and answers with a symbol: `b` bets, all others pass. The
-first player's winnings are the rollout's reward.
+A player sees its own card and what was played, such as `Qpb`, and answers with a symbol: `b` bets, `p` passes, and any
+other loses 2 at once. The first player's winnings are the rollout's reward.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ FOLDED = {"bp": 1, "pbp": -1}
 SHOWN = {"pp": 1, "bb": 2, "pbb": 2}
 """Games by what was played: what the first player wins, and what the higher card wins."""
 PLAYERS = ("first", "second")
+ILLEGAL, LOST = "x", 2
 
 
 def payoff(deal: tuple[str, str], played: str) -> int:
     """What the first player wins."""
+    if played.endswith(ILLEGAL):
+        return LOST if len(played) % 2 == 0 else -LOST
     if played in FOLDED:
         return FOLDED[played]
     first, second = map(CARDS.index, deal)
@@ -55,8 +58,8 @@ class KuhnPoker(Environment):
 
     def respond(self, example: Example, transcript: Transcript) -> EnvironmentReply:
         player = len(transcript.state) % 2
-        played = transcript.state + ("b" if transcript.answer == "b" else "p")
-        over = played in FOLDED or played in SHOWN
+        played = transcript.state + (transcript.answer if transcript.answer in ("p", "b") else ILLEGAL)
+        over = played in FOLDED or played in SHOWN or played.endswith(ILLEGAL)
         views = () if over else (Message("user", example.answer[1 - player] + played),)
         return EnvironmentReply(messages=views, anew=True, role=PLAYERS[player], state=played, done=over)
 

@@ -65,6 +65,10 @@ def test_players_who_toss_a_coin_can_be_beaten_by_what_is_known():
     assert exploitability(dict.fromkeys(FIRST + SECOND, 0.5)) == pytest.approx(11 / 24)
 
 
+def test_a_move_that_is_none_loses_the_most_whoever_makes_it():
+    assert [kuhn.payoff(("K", "J"), played) for played in ("x", "bx", "pbx")] == [-2, 2, -2]
+
+
 async def test_each_players_turns_are_branches_with_its_own_credit(tmp_path):
     """K against J, in four games. What the first player did is part of what it sees later: one branch."""
     path = make_tiny_policy(TinyPolicyConfig(symbols="JQKpb"), tmp_path)
@@ -93,16 +97,18 @@ async def test_each_players_turns_are_branches_with_its_own_credit(tmp_path):
 
 
 def strategy_of(checkpoint: Path) -> Strategy:
-    """Of a policy that was saved."""
+    """Of a policy that was saved, where it keeps to the rules."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     encode = AutoTokenizer.from_pretrained(checkpoint).encode
     with torch.no_grad():
-        (bet,) = encode("b")
+        moves = encode("pb")
         chances = {view: model(torch.tensor([encode(view)])).logits[0, -1].softmax(-1) for view in FIRST + SECOND}
-    return {view: chance[bet].item() for view, chance in chances.items()}
+    legal = {view: chance[moves] for view, chance in chances.items()}
+    assert min(chance.sum().item() for chance in legal.values()) > 0.9
+    return {view: (chance[1] / chance.sum()).item() for view, chance in legal.items()}
 
 
 @pytest.mark.acceptance
