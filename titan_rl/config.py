@@ -122,8 +122,8 @@ class PlacementConfig:
 class LoopConfig:
     """Length and rhythm of training, and how far generation may run ahead of it."""
 
-    steps: Count = 150
-    """Optimizer steps of the run."""
+    steps: CountOrZero = 150
+    """Optimizer steps of the run. 0: the warm-up is all, which is supervised fine-tuning."""
     groups_per_step: Count = 32
     """Prompt groups (P) that every step trains, no more and no fewer."""
     max_staleness: CountOrZero = 0

@@ -220,7 +220,7 @@ _RULES = Rules(
     },
     kept=OF_EVERY_LOSS,
     file_settings={
-        **dict.fromkeys(("logging.directory", "policy.path", *DATA_FILES), absolute_path),
+        **dict.fromkeys(("logging.directory", "policy.path", "trainer.kl.teacher", *DATA_FILES), absolute_path),
         **dict.fromkeys((*CLASS_SETTINGS, "environment.kwargs.reward"), absolute_name),
     },
 )

@@ -130,6 +130,9 @@ class SamplingParams:
     """In [-2, 2]; subtracted from the logits of every token that the completion holds already."""
     frequency_penalty: float = 0.0
     """In [-2, 2]; subtracted from the logits of a token once for each time that the completion holds it already."""
+    constraint: str = ""
+    """What the completion must be: a structural tag of the library xgrammar, as JSON. Each token is drawn from those
+    with which it can still become that, and a stop token from the moment when it is. Empty: anything."""
 
     @property
     def depends_on_output(self) -> bool:
@@ -155,6 +158,8 @@ class GenerationRequest:
     """Served only by generators that hold at least this version."""
     exact_version: PolicyVersion | None = None
     """Served only by generators that hold exactly this version, from its first token to its last."""
+    sampled: int = 0
+    """How many of the prompt's last tokens belong to the completion: earlier attempts sampled them."""
     session_id: str | None = None
     """Names a conversation; stable over its turns (sticky routing)."""
     stream_from: int = -1

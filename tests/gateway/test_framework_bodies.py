@@ -49,6 +49,7 @@ HINTS = {
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
     "modalities": ["text"],
+    "reasoning_effort": "high",
     "parallel_tool_calls": False,
     "stream_options": {"include_usage": True, "include_obfuscation": False},
 }
@@ -66,7 +67,6 @@ async def test_hints_are_taken_and_change_nothing(renderer):
     [
         {"modalities": ["text", "audio"]},
         {"verbosity": "low"},
-        {"reasoning_effort": "high"},
         {"stream_options": {"continuous_usage_stats": True}},
         {"tools": [{**ADD, "cache_control": {}}]},
     ],

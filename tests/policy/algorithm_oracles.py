@@ -360,6 +360,7 @@ CREDIT: dict[str, list[tuple[dict[str, object], Callable[[Sequence[GradedRollout
         ({"longest": 12, "cache": 6}, lambda g: shaped_dapo(g, 12, 6)),
     ],
     "discounted": [({}, lambda g: discounted(g, 0.95)), ({"gamma": 0.5}, lambda g: discounted(g, 0.5))],
+    "distillation": [({}, lambda g: [0.0] * len(g))],
     "dr_grpo": [({}, above_mean)],
     "gdpo": [
         ({"scores": {"right": 1.0, "style": 1.0}}, lambda g: gdpo(g, {"right": 1.0, "style": 1.0})),

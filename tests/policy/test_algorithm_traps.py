@@ -29,7 +29,7 @@ def value_of(name, step, **kwargs):
     return computed(objective, trained(step, **moments(step)), objective.divisor(plan_of(step)))
 
 
-@pytest.mark.parametrize("name", CREDIT)
+@pytest.mark.parametrize("name", sorted(set(CREDIT) - {"distillation"}))
 def test_trap_1_a_reward_is_not_lost_where_the_last_turn_sampled_nothing(name):
     group = [rollout(1.0, (3, b"a"), (2, b"b"), (0, b"c")), rollout(0.0, (3, b"a"), (2, b"d"), (0, b"e"))]
     group += [rollout(0.0, (3, b"a"))] * 2

@@ -275,7 +275,8 @@ def pairs() -> list[tuple[str, str]]:
     found = set()
     for name, text in algorithms.catalogue().items():
         named = dict(re.findall(r"--(rollout\.advantage|trainer\.loss)\.name (\w+)", text))
-        found.add((named.get("rollout.advantage", "grpo"), named.get("trainer.loss", "grpo")))
+        if name != "distillation":  # the KL term teaches, not the credit
+            found.add((named.get("rollout.advantage", "grpo"), named.get("trainer.loss", "grpo")))
         assert name in named.values() or name == "grpo", name
     return sorted(found)
 

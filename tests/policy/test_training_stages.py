@@ -93,6 +93,10 @@ def against_reference(
         result["loaded"] = shards_of(policy)
         result[estimator, "metrics"] = train(policy, batch)
         result[estimator, "weights"] = shards_of(policy)
+    taught = updater(model_path, replace(config, kl=replace(config.kl, teacher=other_path)), temperature=TEMPERATURE)
+    taught.freeze_reference()
+    train(taught, batch)
+    result["taught"] = shards_of(taught)
     return result
 
 
@@ -233,6 +237,14 @@ def test_the_gradient_with_a_kl_term_is_the_naive_one(results, paths, case):
         metrics = rank[estimator, "metrics"]
         for name, value in values.items():
             assert metrics[f"reference_kl_{name}"] == pytest.approx(value / batch.trained_tokens, rel=1e-4)
+
+
+@reference_layouts
+def test_a_teacher_is_a_reference_that_is_read_from_its_checkpoint(results, layout):
+    estimator = [each for *its, each in ESTIMATES if tuple(its) == layout][-1]
+    for rank in results["reference", *layout]:
+        for mine, frozen in zip(rank["taught"], rank[estimator, "weights"], strict=True):
+            np.testing.assert_array_equal(mine[1], frozen[1])
 
 
 @reference_layouts

@@ -45,7 +45,7 @@ def learned(tmp_path: Path, *options: str) -> tuple[float, float]:
 
 @pytest.mark.acceptance
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", sorted(catalogue()))
+@pytest.mark.parametrize("name", sorted(catalogue().keys() - {"distillation"}))
 def test_an_algorithm_learns(name: str, tmp_path: Path) -> None:
     options = SETTINGS.get(name, []).copy()
     if name in short_names("advantages"):
@@ -66,3 +66,29 @@ def test_an_algorithm_of_ones_own_learns_from_one_file(tmp_path: Path) -> None:
     before, after = learned(tmp_path, *names, "--rollout.advantage.kwargs.better", "0.6")
     assert after > before + 0.3
     assert not re.search(r"\bimport\b", MINE), "nothing of titan_rl is needed"
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(400)
+def test_a_teacher_teaches_without_rewards(tmp_path: Path) -> None:
+    _, best = learned(tmp_path / "teacher")
+    (teacher,) = tmp_path.glob("teacher/*/checkpoint")
+    names = ["--rollout.advantage.name", "distillation", "--trainer.loss.kwargs.entropy_bonus", "0"]
+    kl = ["--trainer.kl.teacher", str(teacher), "--trainer.kl.coefficient", "1", "--trainer.kl.estimator", "k2"]
+    small = ["--policy.tiny.dim", "32", "--policy.tiny.ffn", "96"]
+    before, after = learned(tmp_path / "pupil", *names, *kl, *small)
+    print(f"teacher {best:.2f}; pupil {before:.2f} -> {after:.2f}")
+    assert before + 0.3 < after
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(300)
+def test_a_warm_up_alone_is_supervised_fine_tuning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titan_rl.train", "--recipe", "copy4", "--environment.kwargs.digits", "2"]
+    options = ["--trainer.warmup.steps", "150", "--loop.steps", "0", "--logging.directory", str(tmp_path)]
+    run = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    (file,) = tmp_path.glob("*/metrics.jsonl")
+    (only,) = [line for line in map(json.loads, file.open()) if "evaluation/reward" in line]
+    assert only["evaluation/reward"] > 0.9
+    assert list(tmp_path.glob("*/checkpoint/*.safetensors"))

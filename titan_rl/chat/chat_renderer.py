@@ -4,18 +4,26 @@ Only `transformers_tokenizer` imports transformers: for models that the library 
 to be run.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titan_rl.chat.renderer import Messages, Tokens, Tools, load_tokenizer, read_json, read_stop_token_ids
+from titan_rl.chat.renderer import AnswerForm, Messages, Tokens, Tools, load_tokenizer, read_json, read_stop_token_ids
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import import_package
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CHAT_RENDERERS = {"qwen3": "qwen3"}
 """`model_type` of a checkpoint → renderer of the library. Other models run the tokenizer's chat template."""
+
+
+CALL_TOKENS = {"qwen3": ("<tool_call>", "</tool_call>")}
+"""Renderer → the tokens around a call of its format, which is that of Qwen3."""
+THINK_TOKENS = ("<think>", "</think>")
+MOST_SPACES = 2
+"""In a row in constrained JSON: a policy that has not learned otherwise would write nothing else."""
 
 
 class ChatRenderer:
@@ -42,7 +50,8 @@ class ChatRenderer:
         except (ValueError, KeyError) as error:
             raise ConfigError(f"rollout.renderer {name!r} with rollout.renderer_kwargs {values}: {error}") from error
         tokenizer = transformers_tokenizer(model_path) if name == "default" else PlainTokenizer(model_path)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._name = tokenizer, name
+        self._may_think = bool(getattr(config, "enable_thinking", False))
         self._renderer = renderers.create_renderer(tokenizer, config)
         self.vocab_size = len(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()))  # of byte-level ones in bytes, never less
@@ -55,7 +64,7 @@ class ChatRenderer:
         before = [*prompt, *completion]
         with _writing():
             rendered = self._renderer.bridge_to_next_turn(
-                list(prompt), list(completion), as_dicts(messages), tools=_declared(tools)
+                list(prompt), list(completion), as_dicts(messages), tools=_declared(tools) or None
             )
         if rendered is None or rendered.token_ids[: len(before)] != before:
             raise TaskError(
@@ -68,7 +77,7 @@ class ChatRenderer:
         self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
     ) -> Message:
         parsed = self._renderer.parse_response(
-            list(completion), tools=_declared(tools), prompt_ids=[int(token_id) for token_id in prompt]
+            list(completion), tools=_declared(tools) or None, prompt_ids=[int(token_id) for token_id in prompt]
         )
         calls = tuple(map(_tool_call, parsed.tool_calls))
         content = parsed.content if tools else parsed.content + "".join(call.raw for call in parsed.tool_calls)
@@ -91,11 +100,47 @@ class ChatRenderer:
             )
         return said
 
+    def constraint(self, form: AnswerForm) -> str:
+        if self._name not in CALL_TOKENS and (form.tools or self._may_think):
+            raise TaskError(f"answers cannot be constrained in the chat format {self._name!r}")
+        formats: list[Any] = []
+        if form.schema is not None and not form.must_call:
+            formats.append(_json(form.schema))
+        if form.tools:
+            formats.append(self._calls(form, text=not (formats or form.must_call)))
+        answer = {"type": "or", "elements": formats} if len(formats) > 1 else formats[0]
+        if self._may_think:
+            thought = {"type": "any_tokens", "exclude_tokens": [*THINK_TOKENS, *self.stop_token_ids]}
+            thinking = _sequence(_between(THINK_TOKENS, thought), _text("\n\n"))
+            answer = _sequence({"type": "optional", "content": thinking}, answer)
+        return json.dumps({"type": "structural_tag", "format": answer})
+
+    def _calls(self, form: AnswerForm, *, text: bool) -> dict[str, Any]:
+        """At least one call, or with `text` any text and calls. Their marks are single tokens: spelled by others they
+        would be read as text."""
+        marks = CALL_TOKENS[self._name]
+        tags = [
+            _between(
+                marks,
+                _sequence(
+                    _text(f'\n{{"name": {json.dumps(tool.name)}, "arguments": '),
+                    _json(tool.parameters or {"type": "object"}),
+                    _text("}\n"),
+                ),
+            )
+            for tool in form.tools
+        ]
+        calls = {"tags": tags, "at_least_one": not text, "stop_after_first": not form.parallel}
+        if not text:
+            return {"type": "tags_with_separator", "separator": "\n", **calls}
+        excluded = [*THINK_TOKENS, *self.stop_token_ids]
+        return {"type": "token_triggered_tags", "trigger_tokens": marks[:1], "exclude_tokens": excluded, **calls}
+
     def _render(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> list[int]:
         with _writing():
             return list(
                 self._renderer.render_ids(
-                    as_dicts(messages), tools=_declared(tools), add_generation_prompt=add_generation_prompt
+                    as_dicts(messages), tools=_declared(tools) or None, add_generation_prompt=add_generation_prompt
                 )
             )
 
@@ -143,8 +188,25 @@ def _present(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value}
 
 
-def _declared(tools: Tools) -> list[dict[str, Any]] | None:
-    return [tool._asdict() for tool in tools] or None
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MOST_SPACES}
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": elements}
+
+
+def _between(marks: tuple[str, str], content: dict[str, Any]) -> dict[str, Any]:
+    begin, end = ({"type": "token", "token": mark} for mark in marks)
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _declared(tools: Tools) -> list[dict[str, Any]]:
+    return [tool._asdict() for tool in tools]
 
 
 def _tool_call(parsed: Any) -> ToolCall:

@@ -12,7 +12,8 @@ ones, so that a prompt has the same tokens, and its requests the same seeds, whe
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from titan_rl.chat.renderer import Messages, Tokens, Tools
+from titan_rl.chat.renderer import AnswerForm, Messages, Tokens, Tools
+from titan_rl.errors import TaskError
 from titan_rl.types import FinishReason, Message, ToolSpec
 
 END = 0
@@ -43,6 +44,9 @@ class MessageRenderer:
 
     def say(self, message: Message) -> list[int]:
         return [self._id(message), END]
+
+    def constraint(self, form: AnswerForm) -> str:
+        raise TaskError("a turn that stands for a whole message cannot be constrained")
 
     def encode(self, text: str) -> list[int]:
         return [self._id(Message("user", text))]

@@ -12,7 +12,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import import_package
@@ -31,6 +31,19 @@ SHOWN = 40
 """Characters that an error shows on either side of an unknown symbol."""
 
 _CALL = re.compile("<tool>((?:(?!</?tool>).)*)</tool>", re.DOTALL)
+
+
+class AnswerForm(NamedTuple):
+    """What a turn of the policy must be, after what it thinks: content of a schema, calls, or either."""
+
+    schema: dict[str, Any] | None
+    """JSON Schema of the content; None: any text."""
+    tools: Tools
+    """Those that may be called."""
+    parallel: bool
+    """Whether there may be several calls."""
+    must_call: bool
+    """There is no content."""
 
 
 class Renderer(Protocol):
@@ -59,6 +72,9 @@ class Renderer(Protocol):
     def say(self, message: Message) -> list[int]:
         """The tokens with which the policy would say this message, with the stop token that ends the turn. Raises
         TaskError: the message cannot be written in this tokenizer."""
+
+    def constraint(self, form: AnswerForm) -> str:
+        """As `SamplingParams.constraint` has it. Raises TaskError: turns of this format cannot be constrained so."""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of plain text. Raises TaskError if the tokenizer cannot write it."""
@@ -129,6 +145,11 @@ class SymbolRenderer:
     def say(self, message: Message) -> list[int]:
         token_ids = self.encode(self._text_of(message))
         return token_ids if message.tool_calls else [*token_ids, self.stop_token_ids[0]]
+
+    def constraint(self, form: AnswerForm) -> str:
+        if form.must_call or form.schema is not None:
+            raise TaskError("the answers of a tokenizer of symbols cannot be constrained")
+        return ""  # a call ends the turn, and its one argument is any text
 
     def _only_argument(self, tools: Tools) -> tuple[str, str]:
         if self._call_end is None:

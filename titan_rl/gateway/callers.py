@@ -61,7 +61,7 @@ class Caller:
         return Prompt(token_ids=np.asarray(token_ids, dtype=np.int32))
 
     def requests(
-        self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...]
+        self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...], constraint: str
     ) -> list[GenerationRequest]:
         """One request per choice: the choices of the first prompt, then those of the second, … Raises RequestError: no
         engine can serve it, or it exceeds the caller's limits."""
@@ -73,7 +73,7 @@ class Caller:
                 request = GenerationRequest(
                     request_id=f"{call.id}-{len(requests)}",
                     prompt_token_ids=prompt.token_ids,
-                    sampling=call.sampling(len(prompt.token_ids), stops, policy),
+                    sampling=call.sampling(len(prompt.token_ids), stops, constraint, policy),
                     seed=derive_seed("gateway", seed, number, choice),
                 )
                 validate_request(request, max_model_len=policy.max_model_len, vocab_size=policy.renderer.vocab_size)
@@ -213,9 +213,9 @@ class RolloutCaller(Caller):
                 self._quiet.set()
 
     def requests(
-        self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...]
+        self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...], constraint: str
     ) -> list[GenerationRequest]:
-        wanted = [(each, call.sampling(len(each.token_ids), stops, self._policy)) for each in prompts]
+        wanted = [(each, call.sampling(len(each.token_ids), stops, constraint, self._policy)) for each in prompts]
         return self._trajectory.ask(call.id, wanted, choices=call.choices, role=call.role)
 
     def ignored_options(self, call: CompletionCall) -> Sequence[str]:

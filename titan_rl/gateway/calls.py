@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from titan_rl.chat.renderer import Renderer
+from titan_rl.chat.renderer import AnswerForm, Renderer
 from titan_rl.errors import (
     ActorGone,
     GatewayClosing,
@@ -84,11 +84,18 @@ class CompletionCall:
     """Whose turn it asks for, of a rollout with several roles."""
     drawing: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the client set and that change how tokens are drawn."""
+    answer: AnswerForm | None = None
+    """What a chat's answer must be; None: anything."""
 
-    def sampling(self, prompt_tokens: int, stops: tuple[int, ...], policy: ServedPolicy) -> SamplingParams:
-        """How the client wants a prompt of so many tokens to be completed. `stops`: from `stop_tokens`."""
+    def sampling(
+        self, prompt_tokens: int, stops: tuple[int, ...], constraint: str, policy: ServedPolicy
+    ) -> SamplingParams:
+        """How the client wants a prompt of so many tokens to be completed. `stops`: from `stop_tokens`. `constraint`:
+        of `answer`."""
         room = max(policy.max_model_len - prompt_tokens, 1)
-        return SamplingParams(max_new_tokens=self.max_new_tokens or room, stop_token_ids=stops, **self.drawing)
+        return SamplingParams(
+            max_new_tokens=self.max_new_tokens or room, stop_token_ids=stops, constraint=constraint, **self.drawing
+        )
 
     def stop_tokens(self, renderer: Renderer) -> tuple[int, ...]:
         """Tokens at which the engine itself ends a completion: also of each stop text that is one token. Other stop

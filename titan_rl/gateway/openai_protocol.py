@@ -1,22 +1,23 @@
 """What clients may send: the part of OpenAI's API that the engines can honour, and hints that change no answer.
 
-- A field that is not here is refused by name, never ignored: whoever sends it expects another answer. `verbosity` and
-  `reasoning_effort` are among them: nothing in the policy's prompt could say so.
+- A field that is not here is refused by name, never ignored: whoever sends it expects another answer.
 - `Hints` are taken and not used, because agent frameworks send them with every call.
 - An assistant message comes back from a client as its framework keeps it, with fields of its own: those are not read.
 - A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
 - Types are strict: no number is read out of a text, no flag out of a number.
-- Fields that are here and can only have one meaning (`response_format`, `echo`, …) take that value alone.
+- Fields that are here and can only have one meaning (`echo`, `best_of`, …) take that value alone.
 - What a body asks for is its `call`, in terms of the policy.
 """
 
 import json
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from titan_rl import types
-from titan_rl.gateway.calls import Chat, CompletionCall
+from titan_rl.chat.renderer import AnswerForm
+from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
 from titan_rl.one_line import sendable
 from titan_rl.types import Message, ToolSpec
 
@@ -70,6 +71,8 @@ class Hints(Strict):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    """The policy thinks as it has learned to."""
 
 
 class Sampling(Hints):
@@ -126,7 +129,7 @@ class FunctionDeclaration(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """A hint: decoding is not constrained by the schema, so arguments may break it."""
+    """True: what the policy calls follows the schemas. Calls that are forced do so in any case."""
 
     def spec(self) -> ToolSpec:
         return ToolSpec(self.name, self.description or "", self.parameters or {})
@@ -217,8 +220,40 @@ class ToolMessage(Strict):
 ChatMessage = Annotated[ClientMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-class TextFormat(Strict):
-    type: Literal["text"]
+class FunctionName(Strict):
+    name: str
+
+
+class FunctionReference(Strict):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Strict):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionReference], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedToolsChoice(Strict):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class Schema(Strict):
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """A hint: the answer follows the schema in any case."""
+
+
+class SchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: Schema
 
 
 class ChatCompletionRequest(Sampling):
@@ -230,18 +265,43 @@ class ChatCompletionRequest(Sampling):
     top_logprobs: Literal[0] | None = None
     """Engines report the logprob of the token that was sampled, of no other."""
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    """No call can be forced: the policy says what it says."""
+    tool_choice: Literal["none", "auto", "required"] | FunctionReference | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    """A hint: the policy makes as many calls in a turn as it says."""
-    response_format: TextFormat | None = None
+    """False: at most one call in a turn."""
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    """Of the content. Beside tools the answer is either that, or calls."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     def call(self, call_id: str) -> CompletionCall:
         tools = [] if self.tool_choice == "none" else [tool.function.spec() for tool in self.tools or ()]
         chat = Chat([message.message() for message in self.messages], tools)
         most = self.max_completion_tokens or self.max_tokens
-        return self._call(call_id, [chat], most, logprobs=bool(self.logprobs))
+        call = self._call(call_id, [chat], most, logprobs=bool(self.logprobs))
+        return replace(call, answer=self._answer(tools))
+
+    def _answer(self, tools: list[ToolSpec]) -> AnswerForm | None:
+        match self.tool_choice:
+            case FunctionReference(function=named):
+                names, must_call = [named.name], True
+            case AllowedToolsChoice(allowed_tools=allowed):
+                names, must_call = [each.function.name for each in allowed.tools], allowed.mode == "required"
+            case choice:
+                names, must_call = [tool.name for tool in tools], choice == "required"
+        missing = [name for name in names if all(tool.name != name for tool in tools)]
+        if missing or (must_call and not names):
+            problem = f"there is no tool {missing[0]!r}" if missing else "it needs tools"
+            raise ApiError(400, f"tool_choice: {problem}", param="tool_choice", code="invalid_request")
+        schema: dict[str, Any] | None = None
+        match self.response_format:
+            case SchemaFormat(json_schema=wanted):
+                schema = wanted.schema_ or {}
+            case PlainFormat(type="json_object"):
+                schema = {"type": "object"}
+        strict = any(tool.function.strict for tool in self.tools or ()) or self.parallel_tool_calls is False
+        if schema is None and not (tools and (strict or must_call or len(names) < len(tools))):
+            return None
+        callable_ = [tool for tool in tools if tool.name in names]
+        return AnswerForm(schema, callable_, parallel=self.parallel_tool_calls is not False, must_call=must_call)
 
 
 class CompletionRequest(Sampling):

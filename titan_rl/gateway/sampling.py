@@ -80,10 +80,15 @@ class Sampler:
         call.check_length(self.policy)
         requests: list[GenerationRequest] = []
         try:
-            prompts, stops = await self._thread.run(
-                lambda: ([*map(caller.prompt, call.prompts)], call.stop_tokens(self.policy.renderer))
+            renderer = self.policy.renderer
+            prompts, stops, constraint = await self._thread.run(
+                lambda: (
+                    [*map(caller.prompt, call.prompts)],
+                    call.stop_tokens(renderer),
+                    renderer.constraint(call.answer) if call.answer is not None else "",
+                )
             )
-            requests = caller.requests(call, prompts, stops)
+            requests = caller.requests(call, prompts, stops, constraint)
             for option in caller.ignored_options(call):
                 self._metrics.ignored_options.labels(option).inc()
             readers = [ChoiceReader(index, each, call, self.policy.renderer) for index, each in enumerate(requests)]

@@ -58,8 +58,11 @@ class Engine(ABC):
         self._version = NO_VERSION  # encoded
 
     def validate(self, request: GenerationRequest) -> None:
-        """Raise what `validate_request` raises. Any thread may call it."""
+        """Raise what `validate_request` raises, or RequestError: the constraint cannot be kept. Any thread may call
+        it."""
         validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
+        if request.sampling.constraint:
+            self._check_constraint(request)
 
     @abstractmethod
     def add(self, request: GenerationRequest) -> None:
@@ -131,6 +134,9 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything. The last call."""
+
+    def _check_constraint(self, request: GenerationRequest) -> None:
+        raise RequestError(f"request {request.request_id!r}: this engine cannot constrain what it samples")
 
     def _begin(self, request: GenerationRequest) -> RunningRequest:
         running = self._running[request.request_id] = RunningRequest(request, self._clock(), [(self._version, 0)])

@@ -257,6 +257,7 @@ class TrainingLoop:
         self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
         rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
         still = len(report.rewards) <= 1 and not any(ref.advantage for ref in report.samples.refs)
+        still &= not self._system.config.trainer.kl.teacher  # it teaches without rewards
         return GroupOutcome(Untrainable.EQUAL_REWARDS if still else None, rewards, report.solved)
 
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:

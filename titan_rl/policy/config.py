@@ -82,13 +82,22 @@ class LossConfig:
 
 @dataclass(kw_only=True, slots=True)
 class KLConfig:
-    """A term of the loss that keeps the policy near a frozen copy of itself, as it was before the first RL step."""
+    """A term of the loss that keeps the policy near a frozen one."""
 
     coefficient: NotNegative = 0.0
     """Weight of the KL estimate per trained token. 0: no reference model exists, and none is paid for; above 0 every
     step runs a second forward pass, and every trainer rank holds its shards twice."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """See `titan_rl.policy.losses`. k3 is GRPO's; k1 and k2 have the KL's own gradient."""
+    teacher: str = ""
+    """Directory of a Qwen3 checkpoint of any size over the same tokens, to keep near instead: on-policy distillation
+    (`titan-rl algorithms distillation`). Empty: the policy as it was before the first RL step."""
+
+    def __post_init__(self) -> None:
+        if self.teacher and not self.coefficient:
+            raise ConfigError(
+                "trainer.kl.teacher is not used while trainer.kl.coefficient is 0: set it, for example, to 1"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

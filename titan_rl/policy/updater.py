@@ -116,6 +116,7 @@ class PolicyUpdater:
         self._shards = [shard for shard in shards if shard.data.numel()]
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._reference: Policy | None = None
+        self._teacher = Path(config.kl.teacher) if config.kl.teacher else None
         self._warm_up: PolicyOptimizer | None = None
         self._warm_up_steps = 0
         self._recorder = TokenScoreRecorder()
@@ -151,14 +152,18 @@ class PolicyUpdater:
         return {name: metrics[name] for name in ("loss", "grad_norm", "lr", "trained_tokens", "tokens", "imbalance")}
 
     def freeze_reference(self) -> None:
-        """Compare the policy from now on with its weights as they are now: the KL term of the loss. Raises
-        TrainingError if `trainer.kl.coefficient` is 0."""
-        from titan_rl.policy.models.model import frozen_copy
+        """Compare the policy from now on with its weights as they are now, or with the teacher: the KL term of the
+        loss. Raises TrainingError if `trainer.kl.coefficient` is 0."""
+        from titan_rl.policy.models.model import frozen_copy, frozen_policy
 
         if not self._config.kl.coefficient:
             raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
         self._reference = self._warm_up = None  # their memory goes before the next one's is taken
-        self._reference = frozen_copy(self._policy, self._config)
+        if self._teacher is None:
+            self._reference = frozen_copy(self._policy, self._config)
+        else:
+            self._reference = frozen_policy(read_shape(self._teacher), self._config, beside=self._policy)
+            load_weights(self._reference, self._teacher)
 
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None
@@ -257,11 +262,12 @@ class PolicyUpdater:
         return [*(shard.data for shard in self._shards), *self._optimizer.local_tensors()]
 
     def _frozen(self) -> list[Tensor]:
-        return [] if self._reference is None else self._reference.local_tensors()
+        """Of the reference, if a file does not have it."""
+        return [] if self._reference is None or self._teacher else self._reference.local_tensors()
 
     def _state(self) -> dict[str, Any]:
         moments = self._optimizer.state_dict()
-        reference = {} if self._reference is None else self._reference.tensors
+        reference = {} if self._reference is None or self._teacher else self._reference.tensors
         return state_of(self.step, weights=self._policy.tensors, moments=moments, reference=reference)
 
     def _optimize(

@@ -189,8 +189,8 @@ class Trajectory:
 
         Args:
             call_id: a new id; request ids begin with it.
-            prompts: each with the program's sampling options, of which only `max_new_tokens` and `stop_token_ids` are
-                used.
+            prompts: each with the program's sampling options, of which only `max_new_tokens`, `stop_token_ids` and
+                `constraint` are used.
             choices: number of choices per prompt.
             role: whose turns they are.
 
@@ -347,7 +347,7 @@ def _sampling(run: SamplingParams, wanted: SamplingParams, most: int) -> Samplin
     """What a run and a program want, and at most so many tokens."""
     tokens = min(wanted.max_new_tokens, run.max_new_tokens, most)
     stops = tuple(dict.fromkeys((*run.stop_token_ids, *wanted.stop_token_ids)))
-    return replace(run, max_new_tokens=tokens, stop_token_ids=stops)
+    return replace(run, max_new_tokens=tokens, stop_token_ids=stops, constraint=wanted.constraint)
 
 
 def _digests(messages: Sequence[Message]) -> list[bytes]:

@@ -115,6 +115,7 @@ def next_attempt(request: OpenRequest) -> GenerationRequest:
     return replace(
         attempt,
         prompt_token_ids=np.concatenate([original.prompt_token_ids, sampled]),
+        sampled=len(sampled),
         sampling=replace(original.sampling, max_new_tokens=original.sampling.max_new_tokens - len(sampled)),
         stream_from=original.stream_from + len(sampled) if original.streams else original.stream_from,
     )

@@ -30,7 +30,7 @@ from titan_rl.overrides import convert_value, did_you_mean, get_setting
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.config import LossConfig
 from titan_rl.policy.losses import OF_EVERY_LOSS, Objective, build_loss
-from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.rollout.config import AdvantageConfig
 from titan_rl.rollout.rollouter import Rollouter
@@ -153,18 +153,18 @@ def check_open_files(host: HostFacts, processes: int) -> None:
 
 
 def _policy(config: RunConfig, host: HostFacts) -> None:
-    tiny, directory = config.policy.tiny, Path(config.policy.path)
-    if tiny is not None:
-        shape = tiny_shape(tiny)
-    elif (missing := _missing_part(directory)) is not None:
-        raise AbsentError(f"policy.path: {missing}")
-    else:
-        try:
-            shape = read_shape(directory)
-        except ConfigError as error:
-            raise ConfigError(f"policy.path: {error}") from error
+    tiny, directory, teacher = config.policy.tiny, Path(config.policy.path), config.trainer.kl.teacher
+    shape = tiny_shape(tiny) if tiny is not None else _stored_shape("policy.path", directory)
     shape.check_tensor_parallel("generator.tensor_parallel", config.generator.tensor_parallel)
     shape.check_tensor_parallel("trainer.tensor_parallel", config.trainer.tensor_parallel)
+    if teacher:
+        taught_by = _stored_shape("trainer.kl.teacher", Path(teacher))
+        taught_by.check_tensor_parallel("trainer.tensor_parallel", config.trainer.tensor_parallel)
+        if taught_by.vocab != shape.vocab or taught_by.max_length < config.generator.max_model_len:
+            raise ConfigError(
+                f"trainer.kl.teacher has {taught_by.vocab} tokens and {taught_by.max_length} positions; the policy has "
+                f"{shape.vocab} tokens, and generator.max_model_len is {config.generator.max_model_len}"
+            )
     if resolve_device(config, host) == "cpu" and shape.head_dim not in CPU_HEAD_DIMS:
         setting = "policy.tiny.head_dim" if tiny is not None else f"head_dim of {directory}"
         raise ConfigError(
@@ -176,6 +176,15 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
             f"generator.max_model_len ({config.generator.max_model_len}) is more than the {shape.max_length} positions "
             f"of {directory}"
         )
+
+
+def _stored_shape(setting: str, directory: Path) -> Qwen3Shape:
+    if (missing := _missing_part(directory)) is not None:
+        raise AbsentError(f"{setting}: {missing}")
+    try:
+        return read_shape(directory)
+    except ConfigError as error:
+        raise ConfigError(f"{setting}: {error}") from error
 
 
 def _missing_part(directory: Path) -> str | None:

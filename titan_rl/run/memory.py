@@ -66,6 +66,8 @@ def parameters(shape: Qwen3Shape) -> int:
 def trainer_memory(config: TrainerConfig, shape: Qwen3Shape) -> dict[str, float]:
     """Of one rank, at the peak of a step of full micro-batches."""
     shard, split = parameters(shape) * config.replicas / config.ranks, config.tensor_parallel
+    teacher = read_shape(Path(config.kl.teacher)) if config.kl.teacher else shape
+    frozen = parameters(teacher) * (config.kl.coefficient > 0)
     width = _WIDTH[config.dtype]
     head = math.prod(shape.tensor_shapes()[EMBEDDING]) / split
     layer = (parameters(shape) / split - head * (1 if shape.tied else 2)) / shape.layers
@@ -78,7 +80,7 @@ def trainer_memory(config: TrainerConfig, shape: Qwen3Shape) -> dict[str, float]
         "weights": 4 * shard,
         "gradients": 4 * shard,
         "moments": 8 * shard,
-        "KL reference": 4 * shard * (config.kl.coefficient > 0),
+        "KL reference": 4 * frozen / config.ranks * config.replicas,
         "rotary tables": 8.0 * shape.layers * shape.max_length * shape.head_dim,
         "gathered": width * (head + 2 * layer) + 4 * layer,
         "activations": width * kept * layers * config.max_tokens_per_microbatch,
@@ -107,7 +109,8 @@ def kv_bytes(config: RunConfig, shape: Qwen3Shape) -> float:
 def shared_memory(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
     """In /dev/shm: publications on every host, copies of the trainer's state where its ranks are."""
     publications = config.weights_settings().max_live * _WIDTH[config.generator.dtype]
-    copies = (24 + 4 * (config.trainer.kl.coefficient > 0)) * config.checkpoint.in_memory
+    kl = config.trainer.kl
+    copies = (24 + 4 * (kl.coefficient > 0 and not kl.teacher)) * config.checkpoint.in_memory
     return {"publications": publications * parameters(shape), "copies of the trainer": copies * parameters(shape)}
 
 

@@ -73,7 +73,7 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
         async with asyncio.TaskGroup() as tasks:
             started = tasks.create_task(runner.start(programs=False) if tokenizer else runner.pool.start())
             tasks.create_task(other.start())
-        count = min(config.loop.steps * config.loop.groups_per_step, TRIED_PROMPTS)
+        count = min(max(1, config.loop.steps) * config.loop.groups_per_step, TRIED_PROMPTS)
         check, others = await asyncio.gather(
             runner.pool.call(UserCall(CallKind.CHECK, Purpose.TRAIN, count)),
             other.call(UserCall(CallKind.CHECK, Purpose.TRAIN, 0)),

@@ -187,7 +187,7 @@ class TrainerKind(MeshKind):
             "model_path": str(self.table.model_path),
             "served_dtype": config.generator.dtype,
             "temperature": config.rollout.sampling.temperature,
-            "total_steps": config.loop.steps,
+            "total_steps": max(1, config.loop.steps),
             "device": mesh.plan.device,
             "seed": config.seed,
             "copies": config.checkpoint.in_memory,

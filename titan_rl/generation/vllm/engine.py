@@ -35,6 +35,7 @@ from titan_rl.errors import GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
 from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
 from titan_rl.generation.vllm import weights
+from titan_rl.generation.vllm.constraints import Constraints
 from titan_rl.generation.vllm.cuda import OverlappedSteps, Sampled, cuda_arguments
 from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
@@ -123,6 +124,7 @@ class VllmEngine(Engine):
         self._kv_use = 0.0  # share of the KV cache, after the last step
         self._requests: dict[str, Request] = {}  # vLLM's, by id
         self._prefills: dict[str, Any] = {}  # vLLM's numbers of their prompts, by id
+        self._constraints = Constraints(core.structured_output_manager, Path(model_path))
         self._finished: list[Completion] = []  # since the last step was reported
         self._sampled: list[int] = []  # likewise
         self._stepper = self._make_stepper(core)
@@ -161,6 +163,8 @@ class VllmEngine(Engine):
             pooling_params=None,
             block_hasher=self._block_hasher,
         )
+        if request.sampling.constraint:
+            self._constraints.begin(added, added.prompt_token_ids[len(added.prompt_token_ids) - request.sampled :])
         self._requests[request.request_id], self._prefills[request.request_id] = added, added.prefill_stats
         self._scheduler.add_request(added)
         self._begin(request)
@@ -273,6 +277,9 @@ class VllmEngine(Engine):
             completion.metrics["generation/preemptions"] = float(preemptions)
         return completion
 
+    def _check_constraint(self, request: GenerationRequest) -> None:
+        self._constraints.check(request)
+
     def _vllm_params(self, sampling: SamplingParams) -> VllmSamplingParams:
         """As vLLM completes them. Requests share them: vLLM only reads them then."""
         params = VllmSamplingParams(
@@ -292,9 +299,11 @@ class VllmEngine(Engine):
         tasks = self.llm_engine.get_supported_tasks()
         completed = self.llm_engine.input_processor.process_inputs("", tokens_input([0]), params, tasks)
         assert completed.sampling_params is not None
-        if sampling.min_new_tokens:
-            # vLLM would also suppress the model's own end-of-sequence token, which stops nothing here.
+        if sampling.min_new_tokens or sampling.constraint:
+            # vLLM would also look at the model's own end-of-sequence token, which stops nothing here.
             completed.sampling_params.all_stop_token_ids.intersection_update(sampling.stop_token_ids)
+        if sampling.constraint:
+            completed.sampling_params.structured_outputs = self._constraints.params(sampling)
         return completed.sampling_params
 
 

@@ -96,6 +96,8 @@ class StepScheduler(Scheduler):
         if changed:
             if any(each.is_prefill_chunk or each.num_tokens != each.num_computed_tokens + 1 for each in running):
                 return None
+            if any(each.use_structured_output for each in running):
+                return None
             computed = np.array([each.num_computed_tokens for each in running])
         else:
             computed = self._computed_tokens + 1
@@ -139,6 +141,8 @@ class StepScheduler(Scheduler):
             request._output_token_ids.append(token)
             request._all_token_ids.append(token)
             length = len(request._all_token_ids)
+            if request.structured_output_request is not None:
+                self.structured_output_manager.accept_tokens(request, [token])
             if length % shared_every == 0:
                 request.update_block_hashes()
             if token in request.sampling_params.stop_token_ids:
@@ -311,7 +315,8 @@ class OwnSteps:
         sampled = self._decoder.step() if self._decoder is not None else None
         if sampled is None:
             plan = self._scheduler.schedule()
-            output = self._executor.execute_model(plan) or self._executor.sample_tokens(None)
+            output = self._executor.execute_model(plan)
+            output = output or self._executor.sample_tokens(self._scheduler.get_grammar_bitmask(plan))
             sampled = self._scheduler.collect(plan, output)
         return sampled
 

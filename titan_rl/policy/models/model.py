@@ -178,13 +178,18 @@ def build_policy(
     )
 
 
-def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
-    """A policy of its own, sharded like this one, with its weights as they are now, bit for bit. It never learns: no
-    gradient, no optimizer."""
+def frozen_policy(shape: Qwen3Shape, config: TrainerConfig, *, beside: Policy) -> Policy:
+    """A policy with empty weights, sharded like `beside`. It never learns: no gradient, no optimizer."""
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
     config = dataclasses.replace(config, activation_checkpointing="none")
-    frozen = build_policy(policy.shape, config, policy.device, beside=policy)
+    frozen = build_policy(shape, config, beside.device, beside=beside)
     frozen.module.eval().requires_grad_(False)
+    return frozen
+
+
+def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
+    """A frozen policy with the weights of this one as they are now, bit for bit."""
+    frozen = frozen_policy(policy.shape, config, beside=policy)
     with torch.no_grad():
         for name, tensor in policy.tensors.items():
             local_part(frozen.tensors[name]).copy_(local_part(tensor))
