@@ -22,12 +22,12 @@ PROG = "titan-rl"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a recipe may be a module of the working directory
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        verbs = _listing({name: about for name, (_, about) in VERBS.items()})
+        print(f"usage: {PROG} [--help] [--version] VERB ...\n\nReinforcement learning for language models.\n\n{verbs}")
         return 0 if arguments else EXIT_USAGE
     if arguments[0] == "--version":
         print(f"{PROG} {__version__}")
@@ -36,7 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print_error(PROG, f"there is no verb {verb!r}{did_you_mean(verb, VERBS)}; there are {', '.join(VERBS)}")
         return EXIT_USAGE
-    return resolve_name(VERBS[verb][0])(rest, prog=f"{PROG} {verb}")
+    module, _, function = VERBS[verb][0].partition(":")
+    return resolve_name(f"titan_rl.{module}:{function or 'VERB.run'}")(rest, prog=f"{PROG} {verb}")
 
 
 def command() -> NoReturn:
@@ -80,69 +81,25 @@ def list_algorithms(arguments: Sequence[str], *, prog: str) -> int:
 
 
 VERBS = {
-    "train": ("titan_rl.train:main", "Train a policy: TASK.py or --recipe NAME [--section.key VALUE ...]."),
-    "tune": (
-        "titan_rl.playing.tune:VERB.run",
-        "Search learning rate, entropy bonus and group size for a task: TASK.py.",
-    ),
-    "recipes": ("titan_rl.cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
-    "algorithms": (
-        "titan_rl.cli:list_algorithms",
-        "List the algorithms: credit and losses, their papers and when to use which: [NAME].",
-    ),
-    "try": (
-        "titan_rl.playing.try_task:VERB.run",
-        "Play a task without training: prompts, tools, rewards, by hand or by a policy.",
-    ),
-    "eval": (
-        "titan_rl.playing.evaluate:VERB.run",
-        "Compare policies on a task's held-out prompts: exact match, reward, pass@k with intervals.",
-    ),
-    "plan": (
-        "titan_rl.planner.command:VERB.run",
-        "Simulate a run's throughput and staleness for splits of the devices, max staleness and weight sync.",
-    ),
-    "serve": (
-        "titan_rl.serve:VERB.run",
-        "Serve a checkpoint over HTTP, with OpenAI's API: --policy.path DIR [--port PORT].",
-    ),
-    "export": (
-        "titan_rl.export:VERB.run",
-        "Write a checkpoint's weights in Hugging Face format: --run RUN --directory DIR.",
-    ),
-    "worker": (
-        "titan_rl.hosts.worker:VERB.run",
-        "Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT.",
-    ),
-    "fleet": (
-        "titan_rl.hosts.elastic:VERB.run",
-        "Show the hosts and generators of a living run, add some, take some away: RUN [add|remove ...].",
-    ),
-    "watch": (
-        "titan_rl.view.watch:VERB.run",
-        "Show the newest recorded rollouts of a run while it goes on: RUN [--once].",
-    ),
-    "replay": (
-        "titan_rl.playing.replay:VERB.run",
-        "Play a recorded group again and say token by token whether it is the same: RUN --group N.",
-    ),
-    "launch": ("titan_rl.submit:main", "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train."),
-    "report": (
-        "titan_rl.view.report:VERB.run",
-        "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...] [--output FILE].",
-    ),
-    "runs": ("titan_rl.run.runs:VERB.run", "List the runs of a directory: state, step, score, how to go on."),
-    "doctor": (
-        "titan_rl.run.doctor:VERB.run",
-        "Look at this host: what would stop a run, what dead runs have left, and what to do about it.",
-    ),
+    "train": ("train:main", "Train a policy: TASK.py or --recipe NAME [--section.key VALUE ...]."),
+    "tune": ("playing.tune", "Search learning rate, entropy bonus and group size for a task: TASK.py."),
+    "recipes": ("cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
+    "algorithms": ("cli:list_algorithms", "List algorithms (credit, losses), their papers, when to use which: [NAME]."),
+    "try": ("playing.try_task", "Play a task without training: prompts, tools, rewards, by hand or by a policy."),
+    "eval": ("playing.evaluate", "Compare policies on held-out prompts: exact match, reward, pass@k with intervals."),
+    "plan": ("planner.command", "Simulate throughput and staleness for device splits, max staleness and weight sync."),
+    "serve": ("serve", "Serve a checkpoint over HTTP, with OpenAI's API: --policy.path DIR [--port PORT]."),
+    "export": ("export", "Write a checkpoint's weights in Hugging Face format: --run RUN --directory DIR."),
+    "worker": ("hosts.worker", "Lend this host to runs that are started elsewhere: --listen ADDRESS:PORT."),
+    "fleet": ("hosts.elastic", "Show a living run's hosts and generators, add or remove some: RUN [add|remove ...]."),
+    "watch": ("view.watch", "Show the newest recorded rollouts of a run while it goes on: RUN [--once]."),
+    "replay": ("playing.replay", "Play a recorded group again and compare it token by token: RUN --group N."),
+    "launch": ("submit:main", "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train."),
+    "report": ("view.report", "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...]."),
+    "runs": ("run.runs", "List the runs of a directory: state, step, score, how to go on."),
+    "doctor": ("run.doctor", "Look at this host: what would stop a run, what dead runs have left, and what to do."),
 }
-"""Verb → what runs it, given its arguments and `prog`; and what it does."""
-
-
-def _usage() -> str:
-    verbs = _listing({name: about for name, (_, about) in VERBS.items()})
-    return f"usage: {PROG} [--help] [--version] VERB ...\n\nReinforcement learning for language models.\n\n{verbs}"
+"""Verb → the module of its `VERB`, or the function that is given its arguments and `prog`; and what it does."""
 
 
 def _listing(lines: dict[str, str]) -> str:

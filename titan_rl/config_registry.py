@@ -17,8 +17,6 @@ from titan_rl.policy.config import LossConfig, OptimizerConfig, PolicyConfig, Ti
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig, SamplingConfig
 from titan_rl.routing.config import RouterConfig
 
-Recipe = Callable[[], RunConfig]
-
 
 def copy4() -> RunConfig:
     """A tiny policy learns to copy four digits on a CPU: 1 trainer rank, 2 generators of 1 rank."""
@@ -168,7 +166,7 @@ def cpu_smoke() -> RunConfig:
     )
 
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, Callable[[], RunConfig]] = {
     recipe.__name__: recipe
     for recipe in (copy4, copy4_2x2, copy4_async, copy4_quick, task, sort5, tool_sum, tool_sum_openai, cpu_smoke)
 }

@@ -24,12 +24,12 @@ CONTROL = "control"
 """There while the run is up: a link to the socket that takes commands, whose own path must be short."""
 
 
-def lock_run(run: Path) -> int:
+def lock_run(run: Path, how: int = fcntl.LOCK_EX) -> int:
     """Lock a run directory for this process; returns the descriptor that holds the lock. Raises ConfigError if a living
     process has it."""
     descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
         raise ConfigError(f"{run} is the directory of a run that is still going on") from None
@@ -38,13 +38,10 @@ def lock_run(run: Path) -> int:
 
 def is_going_on(run: Path) -> bool:
     """Whether a living process has the run's directory."""
-    descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+        os.close(lock_run(run, fcntl.LOCK_SH))
+    except ConfigError:
         return True
-    finally:
-        os.close(descriptor)
     return False
 
 

@@ -20,8 +20,12 @@ class ConfigError(TitanError):
 
 
 class AbsentError(ConfigError):
-    """Something that the run config names is missing on this host: a data file, a package. It may be there on the host
-    that the run is meant for, so a dry run warns of it where it would refuse."""
+    """Something that the run needs is missing on this host: a device, a data file, a package, memory, a port. It may be
+    there on the host that the run is meant for, so a dry run warns of it where it would refuse."""
+
+
+class ConfigWarning(ConfigError):
+    """The run starts, but may not do what its author expects. Printed and not raised."""
 
 
 class InvariantError(TitanError):
@@ -35,6 +39,10 @@ class RequestError(TitanError):
 
 class RequestTooLong(RequestError):
     """Prompt and completion together would be longer than the generators' `max_model_len`."""
+
+
+class RequestAborted(RequestError):
+    """A completion was aborted."""
 
 
 class RequestTimeout(RequestError):
@@ -115,6 +123,19 @@ class TaskTimeout(TaskError):
     """User code ran out of time."""
 
 
+class ToolFailed(TaskError):
+    """A tool failed, and not the policy's call of it."""
+
+
+class GraderFailed(TaskError):
+    """A reward function failed."""
+
+
+class InfrastructureFailed(TaskError):
+    """What user code runs in failed: its process died, had no memory left or could not be made; or the gateway that its
+    program talks to."""
+
+
 class ActorFailed(TitanError):
     """A process or actor is gone, or failed a call. Names the mesh, the rank and the cause."""
 
@@ -156,10 +177,7 @@ class CheckpointError(TitanError):
 
 
 class Stopped(TitanError):
-    """Somebody asked the run to end, by a signal."""
-
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(signal_number)
+    """Somebody asked the run to end, by a signal, whose number is the argument."""
 
     def __str__(self) -> str:
         name = signal.Signals(self.args[0]).name
@@ -177,4 +195,4 @@ class OutcomeChanged(TitanError):
 
 
 class NothingToTrain(TitanError):
-    """So many groups in a row could not teach anything that the run stops; says why they could not."""
+    """So many groups in a row could not teach anything, or so many rollouts failed, that the run stops; says why."""

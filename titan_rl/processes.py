@@ -42,36 +42,28 @@ def die_with(parent_pid: int, with_signal: signal.Signals = signal.SIGKILL) -> N
 _F_SETSIG = 10
 
 
-def die_with_owner(life: str) -> None:
-    """Have the kernel kill this process when no process has the named pipe `life` open for writing any more. If there
-    is none now, this process ends."""
+def die_with_peer(descriptor: int) -> None:
+    """Have the kernel kill this process when nobody has the other end of a connection or pipe open any more, over which
+    nothing is sent. If nobody has it open now, this process ends. The descriptor stays open."""
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
     try:
-        _die_at_event(pipe := os.open(life, os.O_RDONLY | os.O_NONBLOCK))
-        os.read(pipe, 1)  # an end of file, unless there is a writer
-    except BlockingIOError:
-        return
-    except OSError:  # no file any more
-        pass
-    sys.exit("the owner died while its process started")
-
-
-def die_with_peer(connection: int) -> None:
-    """The same for the process at the other end of a connection, which is to send nothing more."""
-    _die_at_event(connection)
-    try:
-        socket.socket(fileno=os.dup(connection)).recv(1)
+        os.read(descriptor, 1)  # an end of file, unless there is a peer
     except BlockingIOError:
         return
     except ConnectionError:  # it died before it had read all that it was sent
         pass
-    sys.exit("whoever asked for this process died while it started")
+    sys.exit("the process that this one depends on died while it started")
 
 
-def _die_at_event(descriptor: int) -> None:
-    """The descriptor stays open."""
-    fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+def die_with_owner(life: str) -> None:
+    """The same for those that have the named pipe `life` open for writing."""
+    try:
+        pipe = os.open(life, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # no file any more
+        sys.exit("the owner died while its process started")
+    die_with_peer(pipe)
 
 
 def ending_in_words(code: int) -> str:

@@ -12,14 +12,12 @@ import numpy as np
 
 from titan_rl.types import Purpose
 
-_SEED_BITS = 63
-
 
 def derive_seed(*parts: int | str) -> int:
     """A seed in [0, 2**63) that differs (with near certainty) whenever any part differs."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+    return int.from_bytes(digest, "little") >> 1
 
 
 def request_seed(run_seed: int, purpose: Purpose, group_id: int, sample: int, prompt: str, repeat: int = 0) -> int:

@@ -10,7 +10,6 @@ signals:    SIGUSR1 prints the stacks of all threads and tasks of every process 
 import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TypeVar
 
 from titan_rl import train
 from titan_rl.config import RunConfig
@@ -21,16 +20,13 @@ from titan_rl.hosts.facts import detect_host
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
 from titan_rl.policy.models.qwen3 import read_shape
-from titan_rl.run.checks import check_serving
-from titan_rl.supervision.process import prepare_controller
+from titan_rl.run.checks import check_run
 from titan_rl.weights.segment_files import sweep_dead_segments
 
 CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
 LONGEST = 4096
 """Tokens of prompt and completion together, where neither the checkpoint nor the user says less."""
 KEY_VARIABLE = "TITAN_RL_API_KEY"
-
-C = TypeVar("C", bound=RunConfig)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,13 +59,12 @@ def _act(command: Command, prog: str) -> int:
         config = replace(config, gateway=replace(config.gateway, model=name))
     sweep_dead_segments()
     host, dry_run = detect_host(), "--dry-run" in command.flags
-    if not train.may_start(check_serving(config, host, config.gateway), prog, dry_run=dry_run):
+    if not train.may_start(check_run(config, host, config.gateway), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
         secret = "***" if config.gateway.api_key else ""
         return train.show(replace(config, gateway=replace(config.gateway, api_key=secret)), host, serving=True)
-    train.remove_torchrun_variables(os.environ)
-    prepare_controller()
+    train.become_controller()
     from titan_rl.run.run import run_service
 
     return run_service(config, config.gateway, imports)
@@ -81,24 +76,15 @@ VERB = Verb(
     about=__doc__,
     options={
         "--policy.path DIR": "Qwen3 checkpoint in Hugging Face format",
-        "--host HOST": "address to listen on (127.0.0.1); any other than loopback needs --api-key",
-        "--port PORT": "port to listen on (8000); 0: any free one",
-        "--api-key KEY": f"what clients must send; also read from the variable {KEY_VARIABLE}",
-        "--model-name NAME": "name of the model for clients (the directory's own name)",
+        "--host HOST": ("gateway.host", "address to listen on (127.0.0.1); any other than loopback needs --api-key"),
+        "--port PORT": ("gateway.port", "port to listen on (8000); 0: any free one"),
+        "--api-key KEY": ("gateway.api_key", f"what clients must send; also read from the variable {KEY_VARIABLE}"),
+        "--model-name NAME": ("gateway.model", "name of the model for clients (the directory's own name)"),
         "--recipe NAME": "serve the policy of a recipe, with its settings",
+        "--name NAME": ("logging.name", "name of the directory of its logs, as --logging.name"),
         "--config FILE.toml": "settings; relative file names in it start at its directory",
-        "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
-        train.TRUSTED: "needed with other hosts, unless there is TLS: whoever reaches a port can run any code",
+        **train.HOST_OPTIONS,
         "--dry-run": "print the resolved config and the placement, and start nothing",
-    },
-    aliases={
-        "--host": "gateway.host",
-        "--port": "gateway.port",
-        "--api-key": "gateway.api_key",
-        "--model-name": "gateway.model",
-        "--name": "logging.name",
-        "--hosts": "placement.hosts",
-        train.TRUSTED: "placement.trusted_network",
     },
 )
 
@@ -108,7 +94,7 @@ def _with_gateway(config: RunConfig) -> ServeConfig:
     return ServeConfig(**settings, gateway=GatewayConfig(api_key=os.environ.get(KEY_VARIABLE, "")))
 
 
-def with_checkpoint_length(config: C) -> C:
+def with_checkpoint_length(config: train.C) -> train.C:
     """The config with the length of a checkpoint that is shorter than the default."""
     directory = Path(config.policy.path)
     if config.policy.tiny is not None or not (directory / "config.json").is_file():

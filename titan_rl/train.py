@@ -11,8 +11,9 @@ Relative file names start at the file that holds them (TOML, recipe) or at the w
 import asyncio
 import os
 import sys
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.directories import CONFIG, SUMMARY, check_replaceable
 from titan_rl.environments.base import find_task
-from titan_rl.errors import ActorGone, ConfigError, TaskError
+from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, TaskError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
 from titan_rl.loop.checkpoint_files import checkpoints
@@ -30,7 +31,6 @@ from titan_rl.overrides import (
     Rules,
     Verb,
     apply,
-    get_setting,
     option_overrides,
     print_error,
     to_toml,
@@ -38,7 +38,7 @@ from titan_rl.overrides import (
 )
 from titan_rl.policy.losses import OF_EVERY_LOSS
 from titan_rl.processes import run_and_exit
-from titan_rl.run.checks import Problem, Severity, check_run
+from titan_rl.run.checks import check_run
 from titan_rl.run.memory import describe_memory, shape_of
 from titan_rl.run.runs import Resume, check_differences, differences, find, unfinished
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, assumed_hosts, describe, plan, with_devices
@@ -48,15 +48,17 @@ from titan_rl.weights.segment_files import sweep_dead_segments
 C = TypeVar("C", bound=RunConfig)
 
 TRUSTED = "--trusted-network"
+HOST_OPTIONS = {
+    "--hosts ADDRESS:PORT,...": ("placement.hosts", "workers on other hosts (`titan-rl worker`), as --placement.hosts"),
+    TRUSTED: (
+        "placement.trusted_network",
+        "needed with other hosts, unless there is TLS: whoever reaches a port of the run can run any code",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.train") -> int:
-    """Run what the arguments say; returns the exit code.
-
-    Args:
-        argv: without the program's name; None: those of this process.
-        prog: the command as the user typed it, for messages.
-    """
+    """Run what the arguments say; returns the exit code. `prog`: the command as the user typed it, for messages."""
     words = sys.argv[1:] if argv is None else argv
     try:
         if hosts_of(os.environ) > 1 and os.environ["RANK"] != "0":
@@ -95,8 +97,7 @@ def check_and_run(
         return EXIT_USAGE
     if dry_run:
         return show(config, detect_host())
-    remove_torchrun_variables(os.environ)
-    prepare_controller()
+    become_controller()
     from titan_rl.run.run import run
 
     return run(config, imports, resume, replay_until=replay_until)
@@ -120,9 +121,7 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
     found = differences(config_of_run(resume.run), config)
     check_differences(found, resume.run)
     for difference in found:
-        print_error(
-            prog, f"{difference}{' (its results are close to those before, not bitwise)' if difference.close else ''}"
-        )
+        print_error(prog, difference)
     if (resume.run / SUMMARY).exists():
         if not checkpoints(resume.run):
             raise ConfigError(
@@ -243,16 +242,14 @@ signals:    SIGUSR1 prints the stacks of all threads and tasks of every process 
     options={
         "--recipe NAME": "a recipe (`titan-rl recipes` lists them), or your own: pkg.mod:function, file.py:function",
         "--config FILE.toml": "a recipe's name and settings; relative file names in it start at its directory",
-        "--name NAME": "name of the run, as --logging.name",
+        "--name NAME": ("logging.name", "name of the run, as --logging.name"),
         "--resume RUN": "go on with a run: its directory or one of its checkpoints; its settings need not be repeated; "
         "`auto`: the newest unfinished run of this recipe and config (one with a checkpoint first), or a new one",
-        "--hosts ADDRESS:PORT,...": "workers on other hosts (`titan-rl worker`), as --placement.hosts",
-        TRUSTED: "needed with other hosts, unless there is TLS: whoever reaches a port of the run can run any code",
+        **HOST_OPTIONS,
         "--dry-run": "print the resolved config and the placement, and start nothing; exit code 2 if this host has too "
         "few CUDA devices",
     },
     takes_words=True,
-    aliases={"--name": "logging.name", "--hosts": "placement.hosts", TRUSTED: "placement.trusted_network"},
 )
 
 
@@ -279,37 +276,31 @@ def apply_command(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
     runs = absolute_path(config.logging.directory, Path.cwd())  # and not where the recipe is, among sources
     config = replace(config, logging=replace(config.logging, directory=runs))
     config = apply(config, command.layers, _RULES, base)
-    named = [command.recipe, *(get_setting(config, setting) for setting in CLASS_SETTINGS)]
-    return config, tuple(dict.fromkeys(module for name in named for module in user_modules(name)))
-
-
-def user_modules(name: str) -> Iterator[str]:
-    """The module or file of a class that is named in a config, unless it is a bundled one."""
-    module, colon, _ = name.rpartition(":")
-    if colon and module.split(".")[0] != "titan_rl":
-        yield module
+    named = (command.recipe, *attrgetter(*CLASS_SETTINGS)(config))
+    modules = dict.fromkeys(name.rpartition(":")[0] for name in named)
+    return config, tuple(module for module in modules if module and module.split(".")[0] != "titan_rl")
 
 
 # --- what to do with it ----------------------------------------------------------------------------------------------
 
 
-def may_start(problems: Sequence[Problem], prog: str, *, dry_run: bool = False) -> bool:
+def may_start(problems: Sequence[ConfigError], prog: str, *, dry_run: bool = False) -> bool:
     """Say why a run may not start, or what it is warned of; what only this host lacks does not end a dry run."""
-    harmless = {Severity.WARNING, Severity.ABSENT} if dry_run else {Severity.WARNING}
-    refusals = [problem.sentence for problem in problems if problem.severity not in harmless]
-    for sentence in refusals or (f"warning: {problem.sentence}" for problem in problems):
+    harmless = (ConfigWarning, AbsentError) if dry_run else ConfigWarning
+    refusals = [problem for problem in problems if not isinstance(problem, harmless)]
+    for sentence in refusals or (f"warning: {problem}" for problem in problems):
         print_error(prog, sentence)
     return not refusals
 
 
-def problems(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+def problems(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]:
     """Everything that is wrong with the config; then the task is tried, unless something is."""
     problems = check_run(config, detect_host())
-    if any(problem.severity is Severity.ERROR for problem in problems):
+    if not all(isinstance(problem, (AbsentError, ConfigWarning)) for problem in problems):
         return problems
     from titan_rl.run.task_check import check_task
 
-    return problems + [problem for problem in check_task(config, imports) if problem not in problems]
+    return problems + [each for each in check_task(config, imports) if str(each) not in map(str, problems)]
 
 
 def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
@@ -325,10 +316,11 @@ def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
     return EXIT_USAGE if hosts[0].devices_there is not None and len(hosts) == 1 else 0
 
 
-def remove_torchrun_variables(environ: MutableMapping[str, str]) -> None:
-    """Remove what torchrun set: every mesh is a world of its own."""
+def become_controller() -> None:
+    """Call before anything that imports Monarch. Removes what torchrun set: every mesh is a world of its own."""
     for name in TORCHRUN_VARIABLES:
-        environ.pop(name, None)
+        os.environ.pop(name, None)
+    prepare_controller()
 
 
 if __name__ == "__main__":

@@ -106,6 +106,22 @@ class StopReason(StrEnum):
     ABORT = "abort"
 
 
+class FailureKind(StrEnum):
+    """What failed a rollout. Whichever it was, the rollout has no reward, and its group is compared without it."""
+
+    TASK = "task"
+    """Code of the environment, of its program or of a rollouter."""
+    TOOL = "tool"
+    GRADER = "grader"
+    """A reward function, of one rollout or of its group."""
+    TIMEOUT = "timeout"
+    """As `StopReason.TIMEOUT`, whatever took too long."""
+    REQUEST = "request"
+    """A request of the policy was refused."""
+    INFRASTRUCTURE = "infrastructure"
+    """A process of user code died or had no memory left, or the gateway or an engine failed a request."""
+
+
 EXACT_MATCH = "exact_match"
 """Name of the score that counts as exact match."""
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from parts.table import print_report
 
-from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed, log_normal
+from titan_rl.planner.scenario import Scenario, TrainerSpeed, read_lengths
 from titan_rl.planner.simulation import simulate
 
 SAMPLES, GROUPS_EACH = 16, 2
@@ -30,11 +30,7 @@ FAR_STEPS = 60
 def scenario(generators: int, requests: int) -> Scenario:
     groups = generators * GROUPS_EACH
     return Scenario(
-        lengths=log_normal(4000, 1.0, most=27_000, seed=1),
-        prompt_tokens=512,
-        engine=EngineSpeed(
-            seconds_per_step=0.010, seconds_per_sequence=7e-5, seconds_per_prompt_token=5e-5, seconds_per_load=2.0
-        ),
+        lengths=read_lengths("lognormal:4000:1.0:27000", seed=1),
         trainer=TrainerSpeed(seconds_per_step=2.0, seconds_per_token=2.8e-4 / generators, seconds_per_publication=2.0),
         generators=generators,
         groups_per_step=groups,

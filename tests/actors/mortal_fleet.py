@@ -25,7 +25,8 @@ from titan_rl.hosts.facts import detect_host
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.routing.config import RouterConfig
-from titan_rl.supervision.placement import plan
+from titan_rl.supervision.fork_server import Stage
+from titan_rl.supervision.placement import Kind, plan
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion, SamplingParams
 from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
@@ -65,7 +66,19 @@ class MortalFleet:
         self._plan = plan(self._config, detect_host())
         self._event_loop = asyncio.get_running_loop()
         self._ends: dict[str, asyncio.Event] = {}
-        self.provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=self._on_fault)
+        stage = Stage(
+            name="torch",
+            kinds=tuple(Kind),
+            environment=self._plan.mesh("generator0").env[0],
+            imports=(
+                "titan_rl.generation.engine_loop",
+                "titan_rl.generation.simulated_engine",
+                "titan_rl.weights.puller",
+            ),
+        )
+        self.provisioner = Provisioner(
+            log_directory=str(scratch), imports=(), on_fault=self._on_fault, stage=lambda host: stage
+        )
         self.publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2, directory=scratch)
         self.generators = {
             name: GeneratorClient(name, self._spawn(name), start_seconds=SECONDS)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import subprocess
+from collections import Counter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class RelayHosts:
         self._owners: dict[str, subprocess.Popen[bytes]] = {}
         self.pids: dict[str, int] = {}
         self.relays: dict[str, RelayClient] = {}
+        self._births: Counter[str] = Counter()
         self._serial = 0
         self._publisher: SharedMemoryPublisher | None = None
         self._trainer = TRAINER
@@ -43,7 +45,7 @@ class RelayHosts:
         for host in hosts:
             self._owners[host] = subprocess.Popen(["sleep", "1000"])
             self.relays[host] = RelayClient(f"the relay on {host}", start_seconds=SECONDS)
-            self.relays[host].replace(self._spawn(host))
+            self._replace(host)
         await self.tell()
 
     def spawn(self, host: str, name: str, actor: Any, *args: Any, **options: Any) -> Any:
@@ -54,8 +56,12 @@ class RelayHosts:
     async def replace(self, host: str) -> None:
         """Another relay, after the one of this host was killed."""
         await self._provisioner.stop(host, kill=True)
-        self.relays[host].replace(self._spawn(host))
+        self._replace(host)
         await self.tell()
+
+    def _replace(self, host: str) -> None:
+        self.relays[host].replace(self._spawn(host))
+        self._births[host] += 1
 
     async def tell(self) -> None:
         """Each relay of all others."""
@@ -63,7 +69,7 @@ class RelayHosts:
         self.pids = {host: pid for host, (pid,) in zip(self.relays, pids, strict=True)}
 
     def handles(self) -> Relays:
-        return {host: (relay.replacements, relay.actor) for host, relay in self.relays.items()}
+        return {host: (self._births[host], relay.actor) for host, relay in self.relays.items()}
 
     async def stop(self) -> None:
         await self._provisioner.stop_all()

@@ -173,7 +173,7 @@ async def test_errors_say_who_was_called_and_why_it_failed(connection: Connectio
         await connection.call(SECONDS, Echo.refuse)
     with pytest.raises(ActorFailed, match="^echo.break_down of rank 0 raised ValueError: seven$"):
         await connection.call(SECONDS, Echo.break_down)
-    with pytest.raises(ActorFailed, match="^Echo.interrupted was interrupted by CancelledError"):
+    with pytest.raises(ActorFailed, match="^echo.interrupted of rank 0 raised CancelledError"):
         await connection.call(SECONDS, Echo.interrupted)
     with pytest.raises(ActorFailed, match="^Echo has no endpoint hidden$"):
         await connection.call(SECONDS, Other.hidden)
@@ -261,12 +261,12 @@ async def test_a_call_that_may_be_made_twice_is_made_again_when_its_actor_was_re
     waiting = asyncio.create_task(mesh.retry_on_replacement(lambda: mesh.ranks[0].call(SECONDS, Echo.echo, 1)))
     await asyncio.sleep(0)
     assert not waiting.done()
-    mesh.replace(mesh.actors)
+    mesh.replace([mesh.actor])
     assert await waiting == 1
     with pytest.raises(ActorFailed, match="raised ValueError: seven"):  # no reason to call it twice
         await mesh.retry_on_replacement(lambda: mesh.ranks[0].call(SECONDS, Echo.break_down))
     await mesh.ranks[0].close()
-    unreplaced = MeshClient("echo", mesh.actors, replaced_within=0.0)
+    unreplaced = MeshClient("echo", [mesh.actor], replaced_within=0.0)
     unreplaced.lose("nobody replaces it")
     with pytest.raises(ActorGone, match="nobody replaces it"):
         await unreplaced.retry_on_replacement(lambda: unreplaced.ranks[0].call(SECONDS, Echo.echo, 1))

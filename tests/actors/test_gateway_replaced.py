@@ -56,8 +56,7 @@ class Parts:
         self.router = self._spawn("router", ScriptedRouter)
 
     def gateway(self, config: GatewayConfig) -> Any:
-        settings = {"renderer": "symbols", "renderer_kwargs": {}, "max_model_len": 64}
-        return self._spawn("gateway", Gateway, config, model_path=self._model_path, **settings)
+        return self._spawn("gateway", Gateway, RunConfig(), config, model_path=self._model_path)
 
     async def end(self, gateway: GatewayClient, pid: int) -> None:
         os.kill(pid, signal.SIGKILL)

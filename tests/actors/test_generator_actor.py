@@ -27,7 +27,8 @@ from titan_rl.generation.config import GeneratorConfig
 from titan_rl.hosts.facts import detect_host
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
-from titan_rl.supervision.placement import plan
+from titan_rl.supervision.fork_server import Stage
+from titan_rl.supervision.placement import Kind, plan
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Publication
@@ -124,23 +125,30 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
     ]
     generators: dict[str, One] = {}
     fleet = Fleet(generators, publications)
-    provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=fleet.on_fault)
+    configs = {
+        name: GeneratorConfig(
+            count=1,
+            tensor_parallel=ranks,
+            max_num_seqs=16,
+            max_model_len=2 * LONG,
+            kv_cache_bytes=64 << 20,
+            engine=f"{Path(faulty_engines.__file__)}:{name}_engine",
+        )
+        for name, ranks in ENGINES.items()
+    }
+    places = {
+        name: plan(RunConfig(policy=PolicyConfig(tiny=policy), generator=config), detect_host()).mesh("generator0")
+        for name, config in configs.items()
+    }
+    # nine processes with torch, two of them with vLLM, from one that has imported both
+    imports = ("titan_rl.generation.vllm.engine", "vllm.v1.worker.cpu_worker", "vllm.model_executor.models.qwen3")
+    stage = Stage(name="vLLM", kinds=tuple(Kind), environment=places["patient"].env[0], imports=imports)
+    provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=fleet.on_fault, stage=lambda host: stage)
     try:
-        for name, ranks in ENGINES.items():
-            config = GeneratorConfig(
-                count=1,
-                tensor_parallel=ranks,
-                max_num_seqs=16,
-                max_model_len=2 * LONG,
-                kv_cache_bytes=64 << 20,
-                engine=f"{Path(faulty_engines.__file__)}:{name}_engine",
-            )
-            place = plan(RunConfig(policy=PolicyConfig(tiny=policy), generator=config), detect_host()).mesh(
-                "generator0"
-            )
-            mesh = provisioner.spawn(dataclasses.replace(place, name=name))
+        for name, config in configs.items():
+            mesh = provisioner.spawn(dataclasses.replace(places[name], name=name))
             actor = mesh.spawn(name, Generator, name, config, model_path=str(model), device="cpu")
-            generators[name] = One(name, actor, ranks)
+            generators[name] = One(name, actor, ENGINES[name])
 
         async def start(one: One) -> None:
             one.pids = await one.mesh.setup()

@@ -141,14 +141,16 @@ def files(store: str) -> list[str]:
 
 
 async def test_the_sessions_of_a_group_end_with_it_also_when_it_is_stopped(up: Workers) -> None:
+    """The router hears of it with the next requests of the worker."""
     await up.release_all([await up.rollouts.run_group(group(51))])
-    await up.route("wait_for_sessions", 0)
     plays = await up.begin([52, 53])
     await up.route("wait_for_sessions", 2 * SAMPLES)
     await up.rollouts.stop_groups()
     await up.release_all(await asyncio.gather(*plays, return_exceptions=True))
-    await up.route("wait_for_sessions", 0)
+    plays = await up.begin([54, 55])
+    await up.route("wait_for_sessions", 2 * SAMPLES)
     await up.route("let_go")
+    await up.release_all(await asyncio.gather(*plays))
 
 
 async def test_a_report_has_references_and_no_tokens_and_the_stores_have_them(up: Workers) -> None:
@@ -320,8 +322,10 @@ async def test_groups_that_end_their_worker_each_time_are_named_and_cost_no_othe
     worker.store, worker.deadly = "store.1", frozenset(deadly)
     reports = await asyncio.wait_for(rollouts.run_groups([group(each) for each in groups]), SECONDS)
     errors = {report.group_id: report.first_error for report in reports}
-    assert all("ends what plays it" in errors.pop(each) for each in deadly) and worker.lives <= 8 * len(deadly) + 2
-    assert set(errors.values()) <= {"nothing to play"} and len(errors) == len(groups) - len(deadly)
+    guilty = [errors.pop(each) for each in deadly]
+    assert all(each.startswith("infrastructure: ") and "ends what plays it" in each for each in guilty)
+    assert worker.lives <= 8 * len(deadly) + 2
+    assert set(errors.values()) <= {"task: nothing to play"} and len(errors) == len(groups) - len(deadly)
 
 
 async def test_a_group_is_not_to_blame_for_the_end_of_its_gateway() -> None:

@@ -83,8 +83,9 @@ async def test_a_router_that_fails_in_a_call_without_an_outcome_ends_too() -> No
         call = fleet.generate(request("r"))
         await fleet.until_runs("r")
         fleet.router.end_sessions(["s"])
-        with pytest.raises(ActorFailed, match="router: KeyError"):
-            await asyncio.wait_for(call, SECONDS)
+        for each in (call, fleet.generate(request("later"))):
+            with pytest.raises(ActorFailed, match="router: KeyError"):
+                await asyncio.wait_for(each, SECONDS)
 
 
 async def test_a_router_that_fails_to_stop_a_request_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 """Trainer ranks: calls in the order of their numbers; a real mesh of two ranks warms up, freezes its reference, trains
-against it and publishes; then one of them dies again and again, which changes no bit. About 50 s.
+against it and publishes; then one of them dies again and again, which changes no bit. About 35 s.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from support.meshes import mesh_plan
 
 from titan_rl.actors.trainer import CallQueue
 from titan_rl.actors.trainer_client import TrainerClient
+from titan_rl.config import LoopConfig, PlacementConfig, RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, RollbackNeeded, TrainingError, WeightsError
+from titan_rl.generation.config import GeneratorConfig
 from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, TrainerConfig, WarmupConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.rpc.connection import ConnectedActor, endpoint
 from titan_rl.rpc.mesh_client import until_still
+from titan_rl.supervision.fork_server import Stage
+from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
 from titan_rl.weights.config import WeightsConfig
@@ -99,7 +103,7 @@ class Rank(ConnectedActor):
 
 async def test_peers_that_changed_while_the_ranks_were_replaced_are_not_overwritten_by_those_before() -> None:
     first, second = (this_proc().spawn(name, Rank) for name in ("first", "second"))
-    trainer = TrainerClient(TrainerConfig(), start_seconds=BOUND, step_seconds=BOUND)
+    trainer = TrainerClient(RunConfig(), start_seconds=BOUND)
     trainer.replace([first])
     await trainer.setup(stores={"first": "worker"})
     waiting = asyncio.create_task(trainer.set_peers(stores={"old": "worker"}))
@@ -117,7 +121,7 @@ async def test_peers_that_changed_while_the_ranks_were_replaced_are_not_overwrit
 
 async def test_no_call_reaches_ranks_before_they_are_set_up() -> None:
     first, second = (this_proc().spawn(name, Rank) for name in ("dies", "follows"))
-    trainer = TrainerClient(TrainerConfig(), start_seconds=BOUND, step_seconds=BOUND, host_seconds=0.1)
+    trainer = TrainerClient(RunConfig(), start_seconds=BOUND)
     trainer.replace([first])
     await trainer.setup()
     trainer.replace([second])  # the first died before the supervisor heard that it was set up
@@ -153,11 +157,17 @@ def batch(version: int) -> SampleBatch:
     return SampleBatch.of([sample(number) for number in range(8)])
 
 
-CONFIG = TrainerConfig(
-    data_parallel=2,
-    optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, decay_ratio=0.5),
-    kl=KLConfig(coefficient=1e-2),
-    warmup=WarmupConfig(steps=3, lr_warmup_steps=1),
+CONFIG = RunConfig(
+    trainer=TrainerConfig(
+        data_parallel=2,
+        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=2, decay_ratio=0.5),
+        kl=KLConfig(coefficient=1e-2),
+        warmup=WarmupConfig(steps=3, lr_warmup_steps=1),
+    ),
+    weights=WeightsConfig(max_live=3),
+    generator=GeneratorConfig(dtype="bfloat16"),
+    loop=LoopConfig(steps=10),
+    placement=PlacementConfig(step_seconds=BOUND),
 )
 
 
@@ -171,25 +181,22 @@ class Lossy:
         self.pids: list[int] = []
         self.deaths = 0
         self._replacing: asyncio.Task[None] | None = None
-        self._provisioner = Provisioner(log_directory=str(scratch), imports=(), on_fault=self._heard)
-        self.trainer = TrainerClient(
-            CONFIG, start_seconds=BOUND, step_seconds=BOUND, on_hung=self._lost, say=self.said.append
+        self._plan = mesh_plan("trainer", 2, beside=__file__)
+        imports = ("titan_rl.policy.updater:import_torchtitan", "titan_rl.weights.fingerprint")
+        stage = Stage(name="torchtitan", kinds=tuple(Kind), environment=self._plan.env[0], imports=imports)
+        self._provisioner = Provisioner(
+            log_directory=str(scratch), imports=(), on_fault=self._heard, stage=lambda host: stage
         )
+        self.trainer = TrainerClient(CONFIG, start_seconds=BOUND, on_hung=self._lost, say=self.said.append)
         self.trainer.replace(self._spawn())
 
     def _spawn(self) -> Any:
-        return self._provisioner.spawn(mesh_plan("trainer", 2, beside=__file__)).spawn(
+        return self._provisioner.spawn(self._plan).spawn(
             "trainer",
             DyingTrainer,
             CONFIG,
-            WeightsConfig(max_live=3),
             model_path=str(self.model),
-            served_dtype="bfloat16",
-            temperature=1.0,
-            total_steps=10,
             device="cpu",
-            seed=0,
-            copies=True,
         )
 
     def _heard(self, fault: ActorFailed) -> None:
@@ -215,13 +222,17 @@ class Lossy:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def lossy(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lossy]:
-    lossy = Lossy(tmp_path_factory.mktemp("trainer"))
-    try:
-        lossy.pids = await lossy.trainer.setup()
-        yield lossy
-    finally:
-        await lossy.close()
-        remove_segments_of(os.getpid())
+    """Its ranks are forked from a process that has imported torchtitan, as those of a run are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in mesh_plan("trainer", beside=__file__).env[0].items():
+            patch.setenv(name, value)
+        lossy = Lossy(tmp_path_factory.mktemp("trainer"))
+        try:
+            lossy.pids = await lossy.trainer.setup()
+            yield lossy
+        finally:
+            await lossy.close()
+            remove_segments_of(os.getpid())
 
 
 async def test_the_stages_of_a_run_follow_each_other(lossy: Lossy) -> None:

@@ -17,18 +17,8 @@ from hypothesis import strategies as st
 
 from titan_rl.bounds import NotNegative
 from titan_rl.errors import ConfigError
-from titan_rl.overrides import (
-    Rules,
-    apply,
-    check,
-    did_you_mean,
-    option_overrides,
-    read_toml,
-    split_options,
-    to_toml,
-    toml_overrides,
-    variant,
-)
+from titan_rl.overrides import Rules, apply, check, did_you_mean, option_overrides, to_toml, variant
+from titan_rl.overrides.command import read_toml, split_options, toml_overrides
 
 HERE = Path("/somewhere")
 

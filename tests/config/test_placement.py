@@ -23,8 +23,9 @@ from titan_rl.policy.config import TrainerConfig
 from titan_rl.rollout.config import AgentsConfig, EnvironmentConfig, RolloutConfig
 from titan_rl.run.checks import CPU_BLOCK, CPU_HEAD_DIMS
 from titan_rl.supervision.fork_server import READ_AT_START, Stage
+from titan_rl.supervision.fork_stages import fork_stages
 from titan_rl.supervision.mesh_kinds import TrainerKind
-from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, describe, devices_needed, fork_stages, plan
+from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, describe, devices_needed, plan
 
 LISTING = """\
 0, GPU-0a1b, 580.65.06, Disabled, 81559

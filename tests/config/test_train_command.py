@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from titan_rl.config import LoggingConfig, RunConfig
 from titan_rl.config_registry import RECIPES
 from titan_rl.errors import StorageError
 from titan_rl.hosts.facts import detect_host
-from titan_rl.overrides import get_setting
 from titan_rl.run.run import make_run_directory, write_config
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, with_devices
 
@@ -48,7 +48,7 @@ def test_the_command_line_wins_over_toml_and_toml_over_the_recipe(arguments, set
     file = tmp_path / "mine.toml"
     file.write_text('recipe = "copy4"\n[loop]\nsteps = 7\ngroups_per_step = 4\n')
     config, _ = resolved(*arguments.format(file=file).split())
-    assert {name: get_setting(config, name) for name in settings} == settings
+    assert {name: attrgetter(name)(config) for name in settings} == settings
 
 
 # --- recipes, files, round trips -------------------------------------------------------------------------------------

@@ -24,6 +24,10 @@ ROUTER = MeshPlan(kind=Kind.ROUTER, name="router", hosts=("host0",), env=({},), 
 MOST = 2
 
 
+class Client:
+    actor = "first"
+
+
 def is_in(*states: MeshState):
     return precondition(lambda self: self.mesh.state in states)
 
@@ -33,7 +37,7 @@ class MeshMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mesh, self.now, self.failures, self.losses = ManagedMesh(ROUTER, MOST), 0.0, 0, 0
+        self.mesh, self.now, self.failures, self.losses = ManagedMesh(ROUTER, MOST, client=Client()), 0.0, 0, 0
 
     @is_in(MeshState.PLACED, MeshState.BACKOFF)
     @rule()
@@ -41,6 +45,11 @@ class MeshMachine(RuleBasedStateMachine):
         self.mesh.begin()
 
     @is_in(MeshState.STARTING)
+    @rule()
+    def is_born(self) -> None:
+        self.mesh.bear()
+
+    @is_in(MeshState.BORN)
     @rule()
     def is_up(self) -> None:
         self.mesh.ready([1], self.now)
@@ -96,9 +105,6 @@ def test_a_mesh_that_fails_again_and_again_is_started_with_longer_pauses_and_may
 
 
 def test_only_the_handle_of_processes_that_were_born_is_given_away() -> None:
-    class Client:
-        actor = "first"
-
     mesh = ManagedMesh(ROUTER, MOST, client=Client())
     mesh.begin()
     assert mesh.handle is None
@@ -107,7 +113,7 @@ def test_only_the_handle_of_processes_that_were_born_is_given_away() -> None:
     mesh.back_off()
     mesh.begin()
     mesh.client.actor = "second"
-    assert (mesh.handle, mesh.births, mesh.born) == ("first", 1, False)
+    assert (mesh.handle, mesh.births) == ("first", 1)
     mesh.bear()
     assert (mesh.handle, mesh.births) == ("second", 2)
 

@@ -55,7 +55,7 @@ def test_a_process_dies_with_its_watch_and_one_that_comes_later_does_not_start(t
     watch.close()
     assert process.wait(SECONDS) == -signal.SIGKILL
     late = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert late.returncode == 1 and "the owner died" in late.stderr
+    assert late.returncode == 1 and "died while" in late.stderr
 
 
 @pytest.mark.parametrize("unread", [b"", b"12"], ids=["nothing unread", "unread"])

@@ -21,7 +21,7 @@ from titan_rl.rollout.trajectory import Trajectory
 from titan_rl.types import Endpoint, FinishReason
 
 ENGINE = f"{sampling_engine.__file__}:sampling_engine"
-PROGRAMS = 16
+PROGRAMS = 8
 LENGTH = 256
 TOKENS = 12
 SYMBOLS = 18

@@ -144,7 +144,7 @@ async def test_a_generator_that_dies_while_it_is_stopped_is_given_up_at_once():
             assert answer.choices[0].message.content == str(number)
 
 
-@pytest.mark.parametrize("mesh", ["router", "generator0"])
+@pytest.mark.parametrize("mesh", [pytest.param("router", marks=pytest.mark.acceptance), "generator0"])
 async def test_what_is_not_to_be_replaced_ends_the_service(mesh):
     with pytest.raises(ActorFailed, match=f"{mesh} failed 1 time"):
         async with served(generators=1, placement=PlacementConfig(restarts=0)) as up:

@@ -17,6 +17,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor
 
+from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import Engine
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.lockstep import Lockstep
@@ -227,17 +228,19 @@ def make_loop(
     load: Callable[[Publication], Iterable[tuple[str, Any]]] = no_tensors,
     verify: Callable[[Publication, Engine], int] = all_well,
 ) -> EngineLoop:
-    def make_lockstep() -> Lockstep:
+    def make_lockstep(*_: object) -> Lockstep:
         collector.lockstep = Lockstep(
             engine(), rank=rank, ranks=ranks or Ranks(None), load_publication=load, verify=verify
         )
         return collector.lockstep
 
+    tensor_parallel = 2 if ranks else 1
     loop = EngineLoop(
-        make_lockstep,
+        GeneratorConfig(burst_steps=burst_steps, heartbeat_seconds=heartbeat_seconds, tensor_parallel=tensor_parallel),
         rank=rank,
-        burst_steps=burst_steps,
-        heartbeat_seconds=heartbeat_seconds,
+        model_path=Path(),
+        device="cpu",
+        make_lockstep=make_lockstep,
         on_completions=collector.add,
         on_pieces=collector.add_pieces,
         on_fatal=collector.errors.put,

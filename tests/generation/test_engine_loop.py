@@ -26,7 +26,6 @@ from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.lockstep import RunningDigest
 from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.types import Completion, FinishReason, Piece, PolicyVersion
 from titan_rl.weights.ranks import Ranks
@@ -260,7 +259,7 @@ def test_a_follower_takes_no_calls(collector: Collector) -> None:
     class Silent(Ranks):
         def broadcast(self, value: Any) -> Any:
             assert done.wait(BOUND)
-            return LoopDecision(sequence=0, action=LoopAction.CLOSE, digest=RunningDigest().value)
+            return LoopDecision(sequence=0, action=LoopAction.CLOSE, digest=collector.digest)
 
     done = threading.Event()
     loop = make_loop(collector, rank=1, ranks=Silent(None))

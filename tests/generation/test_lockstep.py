@@ -18,10 +18,10 @@ from rank_processes import run_on_ranks
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, InvariantError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine, StepOutput
-from titan_rl.generation.lockstep import Lockstep, RunningDigest
+from titan_rl.generation.lockstep import Lockstep
 from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.processes import join_world
-from titan_rl.types import FinishReason, PolicyVersion
+from titan_rl.types import FinishReason
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.ranks import Ranks
 
@@ -57,7 +57,7 @@ def test_random_calls_leave_both_ranks_with_one_digest_and_answer_everything_onc
         assert np.all(np.diff(completion.versions) >= 0)
     leader.close().result(timeout=BOUND)
     follower.close().result(timeout=BOUND)
-    assert collectors[0].digest == collectors[1].digest != RunningDigest().value
+    assert collectors[0].digest == collectors[1].digest != digest_of()
     assert not collectors[1].completions, "only rank 0 answers"
 
 
@@ -161,46 +161,59 @@ def test_the_pulse_stands_still_in_a_step_and_grows_with_decisions_and_in_what_h
     follower.close().result(timeout=BOUND)
 
 
-def test_a_decision_out_of_turn_is_refused() -> None:
+def digest_of(*decisions: LoopDecision, fingerprint: int | None = 7) -> int:
+    """Of a rank that has applied these decisions, and loaded these weights; None: it could not."""
+
+    def verify(publication: Publication, engine: Engine) -> int:
+        if fingerprint is None:
+            raise WeightsError("damaged")
+        return fingerprint
+
     lockstep = Lockstep(
-        SimulatedEngine(), rank=1, ranks=Ranks(None), load_publication=lambda _: [], verify=lambda *_: 0
+        SimulatedEngine(vocab_size=VOCAB), rank=1, ranks=Ranks(None), load_publication=lambda _: [], verify=verify
     )
-    with pytest.raises(InvariantError, match="rank 1 got decision 1 instead of 0"):
-        lockstep.apply(LoopDecision(sequence=1, action=LoopAction.IDLE, digest=lockstep.digest))
+    for decision in decisions:
+        lockstep.apply(dataclasses.replace(decision, digest=lockstep.digest))
+    return lockstep.digest
 
 
 def test_the_digest_tells_any_two_histories_apart() -> None:
     def step(**kwargs: object) -> LoopDecision:
         return LoopDecision(**{"sequence": 0, "action": LoopAction.STEP, "burst_steps": 4, **kwargs})  # type: ignore[arg-type]
 
+    def pull(*version: int) -> LoopDecision:
+        publication = make_publication(version[1], incarnation=version[0])
+        return LoopDecision(sequence=0, action=LoopAction.PULL_MODEL_STATE_DICT, publication=publication)
+
     request = make_request("a")
-    histories: list[RunningDigest] = []
+    histories = [
+        digest_of(),
+        digest_of(step()),
+        digest_of(step(sequence=1)),
+        digest_of(step(burst_steps=2)),
+        digest_of(step(action=LoopAction.IDLE)),
+        digest_of(step(abort=("a",))),
+        digest_of(step(admit=(request,))),
+        digest_of(step(admit=(make_request("b"),))),
+        digest_of(step(admit=(make_request("a", seed=1),))),
+        digest_of(step(admit=(make_request("a", new=7),))),
+        digest_of(step(admit=(make_request("a", prompt=(2, 3, 4, 5, 11)),))),
+        digest_of(pull(0, 1)),
+        digest_of(pull(0, 1), fingerprint=8),
+        digest_of(pull(0, 1), fingerprint=None),
+        digest_of(pull(1, 1)),
+    ]
+    assert len(set(histories)) == len(histories)
+    assert digest_of(step(admit=(make_request("a"),))) == histories[6]
 
-    def history() -> RunningDigest:
-        histories.append(RunningDigest())
-        return histories[-1]
 
-    history()
-    history().add_decision(step())
-    history().add_decision(step(sequence=1))
-    history().add_decision(step(burst_steps=2))
-    history().add_decision(step(action=LoopAction.IDLE))
-    history().add_decision(step(abort=("a",)))
-    history().add_decision(step(admit=(request,)))
-    history().add_decision(step(admit=(make_request("b"),)))
-    history().add_decision(step(admit=(make_request("a", seed=1),)))
-    history().add_decision(step(admit=(make_request("a", new=7),)))
-    history().add_decision(step(admit=(make_request("a", prompt=(2, 3, 4, 5, 11)),)))
-    history().add_sampled(np.array([1, 2], dtype=np.int32))
-    history().add_sampled(np.array([2, 1], dtype=np.int32))
-    history().add_loaded(PolicyVersion(0, 1), 7)
-    history().add_loaded(PolicyVersion(0, 1), 8)
-    history().add_loaded(PolicyVersion(0, 1), None)
-    history().add_loaded(PolicyVersion(1, 1), 7)
-    assert len({each.value for each in histories}) == len(histories)
-    again = RunningDigest()
-    again.add_decision(step(admit=(make_request("a"),)))
-    assert again.value == histories[6].value
+def test_a_decision_that_a_rank_missed_is_noticed() -> None:
+    idle = LoopDecision(sequence=0, action=LoopAction.IDLE)
+    lockstep = Lockstep(
+        SimulatedEngine(), rank=1, ranks=Ranks(None), load_publication=lambda _: [], verify=lambda *_: 0
+    )
+    with pytest.raises(InvariantError, match="rank 1 differs from rank 0 before decision 1"):
+        lockstep.apply(dataclasses.replace(idle, sequence=1, digest=digest_of(idle)))
 
 
 def decisions() -> list[LoopDecision]:

@@ -1,5 +1,5 @@
 """How engines step on CUDA. Contracts are held against vLLM's sources for CUDA, which builds for CPU have too; and its
-model runner V2 runs here on a CPU, with its own kernels interpreted, in processes of their own (about 90 s).
+model runner V2 runs here on a CPU, with its own kernels interpreted, in processes of their own (about 40 s).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from titan_rl.supervision.provisioner import _command
 VLLM = Path(sys.modules["vllm"].__path__[0])
 TOLERANCE = 2e-5
 Facts = dict[str, Any]
+ON_CUDA = ("vllm_cuda_scenario",)
 
 
 def functions_of(*path: str) -> set[str]:
@@ -40,12 +41,12 @@ def functions_of(*path: str) -> set[str]:
 
 @pytest.fixture(scope="module")
 def life(tiny_models: dict[str, str]) -> Facts:
-    return run_on_ranks("vllm_cuda_scenario:life", 1, models=tiny_models)[0]
+    return run_on_ranks("vllm_cuda_scenario:life", 1, modules=ON_CUDA, models=tiny_models)[0]
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_models: dict[str, str]) -> Facts:
-    return run_on_ranks("vllm_cuda_scenario:one_engine", 1, model=Path(tiny_models["tied_a"]))[0]
+    return run_on_ranks("vllm_cuda_scenario:one_engine", 1, modules=ON_CUDA, model=Path(tiny_models["tied_a"]))[0]
 
 
 def test_a_completion_that_goes_on_elsewhere_meets_the_same_noise(life: Facts) -> None:

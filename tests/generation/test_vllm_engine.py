@@ -144,7 +144,7 @@ def test_vllm_still_names_the_shared_memory_of_all_groups_alike(facts: Facts, en
 
 def test_norms_are_computed_by_vllms_kernel_which_vllm_still_leaves_unused(engine: Facts) -> None:
     assert engine["norms"] == {"kernel_norm"}
-    assert RMSNorm.forward_cpu is CustomOp.forward_cpu, "adapt_norms is no longer needed"
+    assert RMSNorm.forward_cpu is CustomOp.forward_cpu, "kernel_norm is no longer needed"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

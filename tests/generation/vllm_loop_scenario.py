@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from titan_rl.errors import GeneratorNotServing, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine import StepOutput
-from titan_rl.generation.engine_loop import make_engine_loop
+from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 from titan_rl.weights.manifest import TIED, Publication, PullReport, TensorShard
@@ -37,7 +37,7 @@ LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
 SKIPPED_BY_ONE = 9
 """Incarnation of versions of which the last rank leaves out a tensor."""
 SKIPPED = "model.layers.1.mlp.down_proj.weight"
-OPERATIONS = 200
+OPERATIONS = 120
 WEIGHTS = 4
 PACE_SECONDS = 0.05
 """Longest pause between two calls; it only decides how they fall among the engine's steps."""
@@ -102,7 +102,7 @@ class Loop:
 
     def __init__(self, models: dict[str, str], *, keep_prefix_cache: bool = False) -> None:
         self.collector = Collector()
-        self.loop = make_engine_loop(
+        self.loop = EngineLoop(
             GeneratorConfig(
                 max_model_len=64,
                 max_num_seqs=16,
@@ -112,6 +112,7 @@ class Loop:
                 keep_prefix_cache=keep_prefix_cache,
                 engine="vllm_loop_scenario:held_engine",
             ),
+            rank=int(os.environ["RANK"]),
             model_path=Path(models["tied_a"]),
             device="cpu",
             on_completions=self.collector.add,
@@ -368,24 +369,33 @@ def torture(this: Loop, seed: int) -> dict[str, Any]:
 
 
 def life(models: dict[str, str]) -> dict[str, Any]:
-    """A generator's, and at TP 1 that of one which keeps its KV through swaps."""
+    """A generator's."""
     this = Loop(models)
     facts: dict[str, Any] = {}
     if os.environ["RANK"] == "0":
-        this.pull_next("tied_a").result(timeout=BOUND)
-        seeded = (make_request(f"seeded{index}", new=12 + index, seed=index) for index in range(6))
-        facts["served"] = this.serve(make_request("whole", new=40, seed=5), *seeded)
+        facts["served"] = served(this)
         facts["swaps"] = several_swaps(this)
         facts["cache"] = prefix_cache(this)
         facts["damaged"] = damaged_weights(this)
         facts["torture"] = torture(this, seed=0)
     this.close()
     facts["errors"] = this.collector.errors.qsize()
-    if os.environ["WORLD_SIZE"] == "1":
-        this = Loop(models, keep_prefix_cache=True)
-        facts["kept_cache"] = prefix_cache(this)
-        this.close()
     return facts
+
+
+def short_life(models: dict[str, str]) -> dict[str, Any]:
+    """That of one which serves, and keeps its KV through swaps."""
+    this = Loop(models, keep_prefix_cache=True)
+    facts: dict[str, Any] = {"served": served(this), "kept_cache": prefix_cache(this)}
+    this.close()
+    facts["errors"] = this.collector.errors.qsize()
+    return facts
+
+
+def served(this: Loop) -> dict[str, Completion]:
+    this.pull_next("tied_a").result(timeout=BOUND)
+    seeded = (make_request(f"seeded{index}", new=12 + index, seed=index) for index in range(6))
+    return this.serve(make_request("whole", new=40, seed=5), *seeded)
 
 
 def tortures(models: dict[str, str], seeds: list[int]) -> dict[str, Any]:

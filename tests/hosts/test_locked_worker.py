@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl.hosts.agent import News, lock_worker
-from titan_rl.hosts.host import MOST_BYTES, ShippedLogs
+from titan_rl.hosts.shipped_logs import MOST_BYTES, ShippedLogs
 
 
 def held(file: Path) -> int:

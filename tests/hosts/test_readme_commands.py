@@ -48,6 +48,7 @@ def hosts() -> Iterator[Hosts]:
         yield up
 
 
+@pytest.mark.acceptance  # in CI: workers and ranks of torchrun, with commands of the tests' own
 def test_workers_on_machines_that_one_has(hosts: Hosts, tmp_path: Path) -> None:
     *workers, train = commands("titan-rl worker")
     assert len(workers) == 2 and train.startswith("titan-rl train ")

@@ -1,6 +1,6 @@
 """Runs over several hosts, which are network namespaces with their own addresses, process ids and shared memory.
 
-With `deterministic` the weights of a run are the same bits on one host and on two, whatever happens to a host.
+With `deterministic` the weights of a run are the same bits on one host and on several, whatever happens to a host.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.namespaces import Hosts, skip_reason
-from tests.hosts.workers import workers
+from tests.hosts.workers import certificates, tls_variables, workers
 from titan_rl.view.timelines import TRACE
 
 pytestmark = [
@@ -32,7 +33,7 @@ FEW = (
     *("--evaluation.target-exact-match", "0", "--logging.tensorboard", "false"),
 )
 SMALL = (
-    *("--recipe", "copy4_async", "--generator.engine", "simulated", "--loop.steps", "40"),
+    *("--recipe", "copy4_async", "--generator.engine", "simulated", "--loop.steps", "20"),
     *("--placement.host-seconds", "4", *FEW),
 )
 
@@ -50,13 +51,15 @@ def on_one_host(runs: Path, *settings: str) -> bytes:
     return weights(runs)
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_a_disturbed_run_over_three_hosts_ends_with_the_weights_of_one_host(tmp_path: Path) -> None:
     """A link is down for a moment, and nothing is lost. Then one host is killed, and the other one is cut off until it
-    is lost."""
-    patience = ("--placement.host-seconds", "10")
-    with Hosts(3) as hosts, workers(hosts[1:]) as addresses:
-        where = ["--hosts", ",".join(addresses), "--trusted-network", "--placement.trainer", "host0"]
-        run = hosts[0].start([*TRAIN, *SMALL, *where, *patience, "--logging.directory", str(tmp_path)])
+    is lost. The hosts have certificates, and need no trusted network."""
+    patience, ours = ("--placement.host-seconds", "10"), certificates(tmp_path)
+    with Hosts(3) as hosts, workers(hosts[1:], certified=ours) as addresses:
+        where = ["--hosts", ",".join(addresses), "--placement.trainer", "host0"]
+        command = [*TRAIN, *SMALL, *where, *patience, "--logging.directory", str(tmp_path)]
+        run = hosts[0].start(command, env=os.environ | tls_variables(ours, hosts[0].address))
         said, steps = [], 0
         for line in run.stdout:
             said.append(line)
@@ -76,7 +79,7 @@ def test_a_disturbed_run_over_three_hosts_ends_with_the_weights_of_one_host(tmp_
         assert run.wait(60) == 0, output[-4000:]
         lost = re.findall(r"^(host\d) .* is lost", output, re.MULTILINE)
         assert sorted(lost) == ["host1", "host2"], output[-4000:]
-        assert "lost generator" in output
+        assert "lost generator" in output and "encrypted and mutually authenticated" in output
         (directory,) = tmp_path.glob("copy4_async-*")
         logs = {file.stem for file in directory.glob("logs/*.log")}
         assert {"generator0", "generator1", "relay0", "relay1", "relay2", "rollout0", "rollout1"} <= logs
@@ -88,7 +91,7 @@ def test_a_disturbed_run_over_three_hosts_ends_with_the_weights_of_one_host(tmp_
 
 @pytest.mark.acceptance
 def test_a_trainer_whose_host_is_lost_with_its_copies_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
-    settings = (*SMALL, "--checkpoint.every", "2")
+    settings = (*SMALL, "--loop.steps", "40", "--checkpoint.every", "2")
     with Hosts(2) as hosts, workers(hosts[1:]) as addresses:
         where = ["--hosts", *addresses, "--trusted-network", "--placement.trainer", "host1"]
         run = hosts[0].start([*TRAIN, *settings, *where, "--logging.directory", str(tmp_path)])

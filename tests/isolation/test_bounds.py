@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from support.rollouts import UNRULY
 
-from titan_rl.errors import TaskError
+from titan_rl.errors import InfrastructureFailed, TaskError
 from titan_rl.isolation import process_io
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.user_code import UserCode
@@ -55,7 +55,7 @@ async def test_a_call_that_wants_too_much_memory_costs_itself(how, cls):
     ends = how != "a child hogs"  # what it hoards goes with its process
     outcomes, restarts = await scores(how, cls=cls, restarts=ends, memory_mib=200)
     wrong = outcomes.pop(3)
-    assert isinstance(wrong, TaskError) and restarts == ends
+    assert isinstance(wrong, TaskError) and isinstance(wrong, InfrastructureFailed) == ends and restarts == ends
     if how == "a child hogs":
         assert "returned non-zero exit status" in str(wrong)
     else:

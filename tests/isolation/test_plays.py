@@ -109,8 +109,8 @@ async def test_a_play_that_fails_costs_only_itself_and_says_why(cls):
 
 
 async def test_hundreds_of_plays_wait_for_their_start_and_no_kill_of_theirs_is_lost(heard):
-    """10 s. The socket to the fork server takes about 278 frames at a time, and none is read while that is stopped."""
-    count = 600
+    """7 s. The socket to the fork server takes about 278 frames at a time, and none is read while that is stopped."""
+    count = 400
     async with programs(behaviour=dict.fromkeys(map(str, range(count)), "rest")) as process:
         host = process.pid
         playing = [asyncio.ensure_future(process.run_program(Purpose.TRAIN, index, ENDPOINT)) for index in range(count)]

@@ -59,6 +59,7 @@ class PlayedServer:
         self.processes.append(PlayedProcess())
         if len([each for each in self.processes if each.alive]) > self.room:
             self.processes[-1].ended.set_result("could not be forked")
+            raise TaskError("its process could not be forked")
         return self.processes[-1]
 
     async def stop(self):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import CheckpointError, StorageError
@@ -102,6 +102,7 @@ def test_another_format_is_refused_by_name(tmp_path: Path) -> None:
         check(manifest.parent)
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_any_changed_byte_is_noticed(data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as temporary:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from scripted_system import World, holding, settle
 
+from titan_rl.config import RunConfig
 from titan_rl.errors import CallTimeout, CheckpointError, SampleError, StorageError, TaskError, TrainingError
 from titan_rl.loop.checkpoint_files import checkpoints
-from titan_rl.loop.ledger import read_ledger
+from titan_rl.loop.ledger import GroupOutcome, Ledger, new_ledger, read_ledger
 from titan_rl.run.runs import Resume
-from titan_rl.types import PolicyVersion
+from titan_rl.types import FailureKind, PolicyVersion
 
 
 class Inline(ThreadPoolExecutor):
@@ -35,6 +36,15 @@ async def no_threads() -> None:
 
 def steps_of(directory: Path) -> list[int]:
     return [int(each.name.rpartition("-")[2]) for each in checkpoints(directory)]
+
+
+async def test_what_failed_in_a_group_that_is_not_decided_is_kept():
+    ledger = new_ledger(RunConfig())
+    ledger.outcomes[3] = GroupOutcome(None, "", rollouts=((FailureKind.TOOL, "it raised"), None))
+    ledger.summary.filtered_lengths += [7, 9]
+    kept = Ledger.decode(ledger.encode())
+    assert (kept.outcomes, kept.summary.filtered_lengths) == (ledger.outcomes, [7, 9])
+    assert kept.outcomes[3].rollouts[0][0] is FailureKind.TOOL
 
 
 async def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path: Path):

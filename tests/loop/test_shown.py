@@ -50,7 +50,7 @@ async def test_a_group_that_failed_is_told_at_once_and_its_steps_line_says_the_r
     world.rollouts.outcome = lambda request: () if request.group_id == 1 else (0.0, 1.0)
     await world.run()
     lines = world.printed.splitlines()
-    failed = lines.index("failed rollouts: 1, in 1 of the 1 groups played: 1 × the task raised")
+    failed = lines.index("failed rollouts: 1, in 1 of the 1 groups played: 1 × task: the task raised")
     assert failed < next(place for place, line in enumerate(lines) if line.startswith("step    2/2"))
     (last,) = (line for line in lines if line.startswith("step    2/2"))
     assert "  reward 0.500  entropy 1.00  truncated 0%  tokens/s " in last
@@ -86,12 +86,12 @@ async def test_a_held_out_rollout_without_a_reward_is_counted_and_shown_and_neit
     world.rollouts.evaluation = (rollout(0, 1.0), rollout(0, 0.0, "boom 1"))
     summary = await world.run()
     assert [(each.exact_match, each.prompts, each.failed) for each in summary.evaluations] == [(1.0, 1, 1)] * 2
-    assert "1 of 2 held-out rollouts failed and are not counted; the first: boom 1" in world.printed
+    assert "1 of 2 held-out rollouts failed and are not counted; the first: task: boom 1" in world.printed
     assert [1, 1] == [each["evaluation/failed"] for _, each in world.metrics.written if "evaluation/failed" in each]
 
 
 async def test_an_evaluation_of_which_nothing_is_graded_ends_the_run_with_the_cause():
     world = World(steps=1)
     world.rollouts.evaluation = (rollout(0, 0.0, "boom 0"), rollout(0, 0.0, "boom 1"))
-    with pytest.raises(TaskError, match="all 2 held-out rollouts failed; the first: boom 0"):
+    with pytest.raises(TaskError, match="all 2 held-out rollouts failed; the first: task: boom 0"):
         await world.run()

@@ -3,9 +3,14 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_system import World, settle
+from scripted_system import World, rollout, settle
 
 from titan_rl.errors import NothingToTrain, SamplesLost
+
+SENTENCE = (
+    r"^task failures: 38 of the last 64 rollouts \(59%\), more than rollout.failure_share = 0.5; 38 × the task raised; "
+    "correct the task"
+)
 
 
 def learned_after(groups: int):
@@ -29,6 +34,22 @@ async def test_equal_and_poor_rewards_are_a_failure():
     world.rollouts.outcome = lambda request: (0.5, 0.5)
     with pytest.raises(NothingToTrain, match="4 all rewards equal .first group 0: all 2 rollouts got 0.5"):
         await world.run()
+
+
+async def test_a_run_whose_rollouts_fail_too_often_stops_with_the_cause():
+    world = World(steps=1000, groups=2)
+    world.rollouts.outcome = lambda request: () if request.group_id % 4 else (0.0, 1.0)
+    with pytest.raises(NothingToTrain, match=SENTENCE):
+        await world.run()
+    assert world.rollouts.owned == {} and world.trainer.step > 0
+
+
+async def test_held_out_rollouts_that_fail_stop_no_run():
+    world = World(steps=80, every=1)
+    world.system.config.rollout.failure_share = 0.0
+    world.rollouts.evaluation = (rollout(0, 1.0), rollout(0, 0.0, "boom"))
+    summary = await world.run()
+    assert summary.steps == 80 and sum(each.failed for each in summary.evaluations) == 81
 
 
 async def test_samples_that_are_lost_under_the_last_step_are_played_again():

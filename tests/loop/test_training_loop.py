@@ -3,8 +3,10 @@
 import asyncio
 import random
 import re
+from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from scripted_system import World, holding, plays, settle
 
 from titan_rl.errors import (
@@ -121,6 +123,26 @@ async def test_filtered_and_failed_groups_are_replaced_and_their_samples_release
     assert world.rollouts.owned == {}
     assert world.metrics.written[-2][1]["groups/filtered"] == 2
     assert world.metrics.written[-2][1]["groups/failed"] == 1
+
+
+async def test_lengths_are_told_of_all_that_was_sampled_and_of_what_was_trained(monkeypatch):
+    world = World(steps=1, groups=2, filter="no_variance")
+    world.rollouts.outcome = lambda request: {0: (1.0, 1.0), 1: ()}.get(request.group_id, (0.0, 1.0))
+    play = world.rollouts.run_group
+
+    async def longer(request):
+        report = await play(request)
+        tokens = {0: 40, 1: 20}.get(request.group_id, 10)  # filtered, failed, trained
+        return replace(report, rollouts=tuple(structs.replace(each, sampled_tokens=tokens) for each in report.rollouts))
+
+    monkeypatch.setattr(world.rollouts, "run_group", longer)
+    await world.run()
+    (numbers,) = (numbers for _, numbers in world.metrics.written if "train/loss" in numbers)
+    sampled = [40, 40, 20, 10, 10, 10, 10]
+    assert numbers["rollout/length_mean"] == sum(sampled) / len(sampled) and numbers["rollout/length_max"] == 40
+    assert (numbers["rollout/length_p50"], numbers["rollout/length_p95"]) == (10, 40)
+    assert {numbers[f"rollout/trained_length_{which}"] for which in ("mean", "p50", "p95")} == {10}
+    assert numbers["rollout/failed_task"] == 1 / 5 and numbers["rollout/failed_tool"] == 0
 
 
 async def test_a_filter_never_sees_a_group_without_samples(tmp_path):

@@ -1,10 +1,10 @@
 """The table of metrics is whole, and what it names exists."""
 
 import re
+from operator import attrgetter
 
 from titan_rl.config import RunConfig
 from titan_rl.metrics.metric_table import METRICS, metric_of
-from titan_rl.overrides import get_setting
 
 NAME = re.compile("`([^`]+)`")
 
@@ -23,7 +23,7 @@ def test_advice_names_settings_and_metrics_that_exist():
     for metric in METRICS:
         for name in NAME.findall(f"{metric.meaning} {metric.bad} {metric.do} {metric.when}"):
             if name.partition(".")[0] in sections and "." in name:
-                get_setting(config, name)
+                attrgetter(name)(config)
             elif re.fullmatch(r"[a-z_]+/[a-z0-9_<>/]+", name):
                 assert metric_of(name), f"{metric.name} names {name}"
 

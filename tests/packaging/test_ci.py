@@ -51,4 +51,5 @@ def test_the_exit_code_says_what_is_wrong(
         monkeypatch.setattr(ci, name, value)
     monkeypatch.setattr(sys, "argv", ["tests.py"])
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # their imports take longer than these tests
     assert ci.main() == code

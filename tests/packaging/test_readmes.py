@@ -148,6 +148,8 @@ def run_command(command: str, desk: Path, model: Path) -> None:
     verb = arguments[0]
     if verb in ("export", "eval", "replay", "watch"):
         arguments = [verb, "--help"]  # that run has no checkpoint, and has recorded nothing
+    if verb == "plan":
+        arguments += ["--steps", "2"]  # 20 would be simulated for as many seconds
     if verb in DRY and not {"--help", "--dry-run"} & {*arguments}:
         arguments.append("--dry-run")
     run_verb(arguments, desk, **variables)

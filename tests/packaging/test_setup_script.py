@@ -37,6 +37,7 @@ def build_editable(directory, config_settings=None, metadata_directory=None):
 
 LOCK = "torch==1\nuv==1\nprobe-a==1\nprobe-b==1\n"
 ALL_LOCK = "probe-c==1\n"
+CHANGED = f"{LOCK}# another stamp, and nothing to install\n"
 
 
 def load_environment_module():
@@ -178,21 +179,6 @@ def test_on_a_terminal_progress_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().out == "\rsetup: compiling 1 of 2 files\rsetup: compiling 2 of 2 files\n"
 
 
-def test_without_a_stamp_the_environment_is_made_anew_and_compiled(finished):
-    (finished.site_packages / "probe_a.py").unlink()
-    (finished.site_packages / "leftover.py").touch()
-    finished.stamp.unlink()
-    code, out, err = finished.set_up()
-    assert code == 0, out + err
-    assert finished.installed() == {"torch-1+cpu", "probe_a-1", "probe_b-1", "probe_project-1"}
-    assert (finished.site_packages / "probe_a.py").exists()
-    assert not (finished.site_packages / "leftover.py").exists()
-    progress = [line for line in out.splitlines() if line.startswith("setup: compiling ")]
-    done, files = re.fullmatch(r"setup: compiling ([\d,]+) of ([\d,]+) files", progress[-1]).groups()
-    assert done == files and 1 < len(progress) <= 5
-    assert not [path for path in finished.site_packages.rglob("*.py") if not Path(cache_from_source(path)).exists()]
-
-
 def test_an_environment_behind_a_link_is_left_alone(tmp_path):
     clone = Clone(tmp_path / "clone")
     others = tmp_path / "others"
@@ -204,33 +190,24 @@ def test_an_environment_behind_a_link_is_left_alone(tmp_path):
     assert (others / "titan_rl.stamp").read_text() == "of another clone"
 
 
-def test_what_uv_cannot_find_is_told_and_the_next_start_goes_on(finished):
-    finished.write_lock(LOCK + "probe-absent==7\n")
-    code, _, err = finished.set_up()
-    assert code == 1
-    assert "probe-absent" in err
-    assert "setup: uv could not install the locked packages" in err
-    assert not finished.stamp.exists()
-    finished.write_lock(LOCK)
-    assert finished.set_up()[0] == 0
-
-
 def test_two_starts_at_once_take_turns(finished):
-    finished.stamp.unlink()
+    before = finished.stamp.read_text()
+    finished.write_lock(CHANGED)
     descriptor = os.open(finished.root, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     waiting = finished.start()
     assert "another set-up of this clone is at work" in waiting.stdout.readline()
-    assert not finished.stamp.exists()
+    assert finished.stamp.read_text() == before
     os.close(descriptor)
     out, err = waiting.communicate(timeout=120)
     assert waiting.returncode == 0, out + err
-    assert finished.stamp.exists()
+    assert finished.stamp.read_text() != before
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_start_leaves_no_stamp_and_the_next_one_finishes(finished, number):
-    finished.stamp.unlink()
+def test_an_interrupted_start_leaves_no_stamp(finished, number):
+    before = finished.stamp.read_text()
+    finished.write_lock(CHANGED)
     # uv stops at this named pipe until it is killed: it opens it, and nobody writes.
     endless = finished.root / "endless.txt"
     os.mkfifo(endless)
@@ -243,7 +220,28 @@ def test_an_interrupted_start_leaves_no_stamp_and_the_next_one_finishes(finished
     assert interrupted.returncode == 130
     assert "start again to go on" in err
     assert not finished.stamp.exists()
-    assert finished.set_up()[0] == 0
+    finished.stamp.write_text(before)  # nothing was changed yet
+
+
+def test_what_uv_cannot_find_is_told_and_the_next_start_makes_the_environment_anew_and_compiles_it(finished):
+    finished.write_lock(LOCK + "probe-absent==7\n")
+    code, _, err = finished.set_up()
+    assert code == 1
+    assert "probe-absent" in err
+    assert "setup: uv could not install the locked packages" in err
+    assert not finished.stamp.exists()
+    (finished.site_packages / "probe_a.py").unlink()
+    (finished.site_packages / "leftover.py").touch()
+    finished.write_lock(LOCK)
+    code, out, err = finished.set_up()
+    assert code == 0, out + err
+    assert finished.installed() == {"torch-1+cpu", "probe_a-1", "probe_b-1", "probe_project-1"}
+    assert (finished.site_packages / "probe_a.py").exists()
+    assert not (finished.site_packages / "leftover.py").exists()
+    progress = [line for line in out.splitlines() if line.startswith("setup: compiling ")]
+    done, files = re.fullmatch(r"setup: compiling ([\d,]+) of ([\d,]+) files", progress[-1]).groups()
+    assert done == files and 1 < len(progress) <= 5
+    assert not [path for path in finished.site_packages.rglob("*.py") if not Path(cache_from_source(path)).exists()]
 
 
 def test_without_a_cpu_build_the_build_for_cuda_is_taken_with_what_it_imports(finished):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed, log_normal
+from titan_rl.planner.scenario import EngineSpeed, Scenario, TrainerSpeed, read_lengths
 
 
 def seven_billion(*, devices: int, trainers: int, generators: int, **settings: Any) -> Scenario:
@@ -14,21 +14,11 @@ def seven_billion(*, devices: int, trainers: int, generators: int, **settings: A
     6 · 7e9 FLOP at 300 TFLOP/s; up to 27k tokens are sampled, as in the published runs.
     """
     defaults: dict[str, Any] = {
-        "lengths": log_normal(4000, 1.0, most=27_000, seed=1),
-        "prompt_tokens": 512,
-        "engine": EngineSpeed(
-            seconds_per_step=0.010,
-            seconds_per_sequence=7e-5,
-            seconds_per_prompt_token=5e-5,
-            seconds_per_load=2.0,
-            max_num_seqs=256,
-        ),
+        "lengths": read_lengths("lognormal:4000:1.0:27000", seed=1),
         "trainer": TrainerSpeed(seconds_per_step=2.0, seconds_per_token=1.4e-4 / trainers, seconds_per_publication=2.0),
         "generators": generators,
         "groups_per_step": 8 * devices,
-        "samples_per_group": 16,
         "window": 16 * devices,
-        "steps": 20,
     }
     return Scenario(**{**defaults, **settings})
 
@@ -36,10 +26,11 @@ def seven_billion(*, devices: int, trainers: int, generators: int, **settings: A
 def small(**settings: Any) -> Scenario:
     """A run of a few hundred requests."""
     defaults: dict[str, Any] = {
-        "lengths": log_normal(60, 0.8, most=400, seed=3),
+        "lengths": read_lengths("lognormal:60:0.8:400", seed=3),
         "engine": EngineSpeed(seconds_per_step=0.01, seconds_per_sequence=0.001, max_num_seqs=8),
         "trainer": TrainerSpeed(seconds_per_step=0.5, seconds_per_publication=0.1),
         "generators": 2,
+        "prompt_tokens": 0,
         "groups_per_step": 4,
         "samples_per_group": 4,
         "steps": 10,

@@ -113,7 +113,6 @@ def test_every_request_finishes_when_the_simulated_engine_finishes_it(seed, coun
     for request_id, (time, first_version) in expected.items():
         assert found[request_id][0] == pytest.approx(time, abs=1e-6)
         assert found[request_id][1] == first_version
-    assert engine.sampled_tokens == sum(length for _, _, length in arrivals)
     assert engine.idle
     assert boundaries <= 2 * (count + len(pulls) + 1) + len(pulls), "however many tokens lie between, it is one event"
 

@@ -54,4 +54,4 @@ def test_hot_swap_beats_draining(runs):
 
 def test_nothing_is_dropped_so_lengths_are_unbiased(runs):
     for name, run in runs.items():
-        assert run.trained_length / run.population_length == pytest.approx(1, abs=0.02), name
+        assert run.trained_to_population_length == pytest.approx(1, abs=0.02), name

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from planner_examples import small
 
 from titan_rl.errors import ConfigError
-from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed, log_normal, recorded, uniform
+from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed, read_lengths
 from titan_rl.planner.simulation import Resource, simulate
 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    lengths=st.sampled_from([uniform(40, 40), uniform(1, 100), log_normal(40, 1.2, most=500)]),
+    lengths=st.sampled_from([*map(read_lengths, ("constant:40", "uniform:1:100", "lognormal:40:1.2:500"))]),
     generators=st.integers(1, 5),
     p=st.integers(1, 6),
     samples=st.integers(1, 5),
@@ -42,7 +42,7 @@ def test_no_run_is_faster_than_its_busiest_resource(
             max_syncing=max_syncing,
             strategy=strategy,
             trainer=TrainerSpeed(seconds_per_step=train, seconds_per_publication=0.1, overlap_publication=overlap),
-            seconds_per_group=reward,
+            group_seconds=reward,
         )
     )
     assert result.share_of_bound <= 1 + 1e-9
@@ -54,7 +54,7 @@ def test_no_run_is_faster_than_its_busiest_resource(
 def test_a_synchronous_run_takes_what_its_parts_take_in_turn():
     """Equal lengths: every step is 50 decode steps of 8 requests, half a second of training, publication and load."""
     engine = EngineSpeed(seconds_per_step=0.01, seconds_per_sequence=0.001, seconds_per_load=0.2)
-    result = simulate(small(lengths=uniform(50, 50), engine=engine, steps=10))
+    result = simulate(small(lengths=read_lengths("constant:50"), engine=engine, steps=10))
     assert result.seconds == pytest.approx(10 * (50 * 0.018 + 0.5) + 9 * (0.1 + 0.2))
     assert result.ages == {0: 40}
 
@@ -69,7 +69,11 @@ def test_a_perfect_pipeline_reaches_the_bound_of_its_generators():
     """Equal lengths and always more requests than fit: every engine decodes 8 all the time."""
     result = simulate(
         small(
-            lengths=uniform(50, 50), trainer=TrainerSpeed(seconds_per_step=0.01), max_staleness=3, window=16, steps=60
+            lengths=read_lengths("constant:50"),
+            trainer=TrainerSpeed(seconds_per_step=0.01),
+            max_staleness=3,
+            window=16,
+            steps=60,
         )
     )
     assert result.busiest is Resource.GENERATORS
@@ -77,7 +81,7 @@ def test_a_perfect_pipeline_reaches_the_bound_of_its_generators():
 
 
 def test_too_few_slots_are_named_as_what_limits_a_run():
-    result = simulate(small(generators=16, lengths=log_normal(60, 1.5, most=2000), steps=20))
+    result = simulate(small(generators=16, lengths=read_lengths("lognormal:60:1.5:2000"), steps=20))
     assert result.busiest is Resource.SLOTS
 
 
@@ -87,14 +91,14 @@ def test_the_same_scenario_gives_the_same_run():
 
 
 def test_lengths_are_a_function_of_seed_and_group():
-    lengths = log_normal(100, 1.0, most=500, seed=5)
+    lengths = read_lengths("lognormal:100:1:500", seed=5)
     assert [lengths(i, 4) for i in (3, 1)] == [lengths(i, 4) for i in (1, 3)][::-1]
 
 
 def test_lengths_can_be_read_from_a_file(tmp_path):
     file = tmp_path / "lengths.txt"
     file.write_text("10\n20\n30\n")
-    assert {length for group in range(50) for length in recorded(file)(group, 4)} == {10, 20, 30}
+    assert {length for group in range(50) for length in read_lengths(f"file:{file}")(group, 4)} == {10, 20, 30}
 
 
 @pytest.mark.parametrize("text", ["", "ten\n", "5\n0\n"])
@@ -102,4 +106,4 @@ def test_a_file_that_holds_no_lengths_is_a_wrong_config(tmp_path, text):
     file = tmp_path / "lengths.txt"
     file.write_text(text)
     with pytest.raises(ConfigError):
-        recorded(file)
+        read_lengths(f"file:{file}")

@@ -11,13 +11,13 @@ from rich.console import Console
 
 from titan_rl.cli import main
 from titan_rl.errors import GeneratorFailed, TaskError
-from titan_rl.metrics.rollout_record import read_record
+from titan_rl.metrics.rollout_record import RolloutRecord, read_record
 from titan_rl.playing import evaluate
-from titan_rl.playing.evaluate import Scores, estimate, names_of, play, powers_of_two, table
+from titan_rl.playing.evaluate import Scores, estimate, names_of, play, table
 from titan_rl.playing.policies import bare_recipe, run_of, run_until_signal
 from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.run.players import message_player
-from titan_rl.types import FinishReason, Message
+from titan_rl.types import FinishReason, Message, Purpose
 from titan_rl.view.conversation import draw_rollout
 from titan_rl.view.read import read_listed
 
@@ -110,8 +110,8 @@ async def test_rollouts_that_user_code_fails_are_counted_and_left_out(tmp_path):
     (tmp_path / "flaky.py").write_text(FLAKY)
     scores, lines = await scores_of(right_on(lambda *_: True), name=f"{tmp_path / 'flaky.py'}:Flaky")
     failed = [line for line in lines if line["error"]]
-    assert 0 < len(failed) == scores.failed < len(lines)
-    assert "no reward today" in scores.first_error and "flaky.py:" in scores.first_error
+    assert 0 < len(failed) == len(scores.errors) < len(lines)
+    assert "no reward today" in scores.errors[0] and "flaky.py:" in scores.errors[0]
     assert {*scores.measures(4)["exact match, greedy"].values()} == {1.0}
     assert len(scores.greedy) == (len(lines) - len(failed)) / 5
 
@@ -156,7 +156,9 @@ async def test_policies_stand_side_by_side_with_paired_differences():
 
 
 def test_k_grows_by_powers_of_two():
-    assert [powers_of_two(most) for most in (0, 1, 4, 6)] == [[], [1], [1, 2, 4], [1, 2, 4, 6]]
+    record = RolloutRecord(purpose=Purpose.EVALUATE, group=0, sample=0)
+    measures = Scores("it", sampled={0: [record] * 6}).measures(6)
+    assert [*measures] == ["reward, sampled", "pass@1", "pass@2", "pass@4", "pass@6"]
 
 
 def test_policies_are_named_as_short_as_possible():

@@ -101,7 +101,7 @@ def test_every_token_is_a_fact() -> None:
     ("words", "said"),
     [
         (["--group", "5"], "recorded no rollout of group 5; near it are 417"),
-        (["--step", "x"], "--step: expected a number, got 'x'"),
+        (["--step", "x"], "--step: expected a number from 0 on, got 'x'"),
         (["--group", "417", "--step", "12"], "say what to replay: --group N or --step N"),
         ([], "say what to replay"),
         (["--group", "417", "--seed", "4"], "seed 0 → 4"),

@@ -14,7 +14,10 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import StorageError, TrainingError
 from titan_rl.policy.config import LossConfig, OptimizerConfig, TrainerConfig
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
+from titan_rl.policy.updater import PolicyUpdater, import_torchtitan
 from titan_rl.types import NO_VERSION, TrainingSample
+
+import_torchtitan("cpu")  # here, or every rank that is forked would import it
 
 VOCAB = 13
 
@@ -98,9 +101,7 @@ def trainer(data_parallel: int, tensor_parallel: int, **kwargs: Any) -> TrainerC
     return TrainerConfig(data_parallel=data_parallel, tensor_parallel=tensor_parallel, **kwargs)
 
 
-def updater(model_path: str, config: TrainerConfig, **kwargs: Any):
-    from titan_rl.policy.updater import PolicyUpdater
-
+def updater(model_path: str, config: TrainerConfig, **kwargs: Any) -> PolicyUpdater:
     kwargs = {"temperature": 1.0, "total_steps": 10, "device": "cpu", "seed": 0} | kwargs
     return PolicyUpdater(config, model_path=Path(model_path), **kwargs)
 

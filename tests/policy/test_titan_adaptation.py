@@ -5,6 +5,7 @@ Each `still` test fails when torchtitan no longer needs the adaptation it names.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from itertools import groupby
@@ -49,52 +50,76 @@ def attend(tensors, documents):
     return attention(*tensors, attention_masks=documents, scale=SIZE**-0.5, enable_gqa=True)
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="asks about a machine without accelerator")
-def test_torchtitan_still_takes_cuda_where_there_is_none():
-    program = "from torchtitan.tools import utils; print(utils.device_type)"
-    said = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert said.stdout.strip() == "cuda"
-
-
-ATTENTION_BESIDE_A_GPU = """
-import sys
+CASES = {
+    "none installed": (9, "cuda", "-"),
+    "FlashAttention 3": (9, "cuda", "flash_attn_interface"),
+    "on the CPU": (10, "cpu", "-"),
+    "torchtitan's own": (9, "torchtitan's own", "-"),
+}
+"""Compute capability of the GPU (9 Hopper, 10 Blackwell), what the trainer computes on, which kernels are installed."""
+BESIDE_A_GPU = """
+import json, os, sys, traceback
 from titan_rl.policy.models import titan_adaptation
 from torchtitan.tools import utils
+import torch.distributed.tensor, torch.nn.attention.flex_attention
 
-capability, device, installed = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-utils.has_cuda_capability = lambda major, minor: capability >= major
-if device == "torchtitan's own":
-    from torchtitan.models.common.attention import VarlenAttention as Attention
-else:
-    titan_adaptation.find_spec = lambda package: package == installed or None
-    titan_adaptation.choose_device(device)
-    from titan_rl.policy.models.model import DocumentAttention as Attention
-print(utils.get_cuda_flash_attention_impl())
-if installed == "-":
-    Attention.Config().build()
+print(utils.device_type, flush=True)
+cases = json.loads(sys.argv[1])
+
+
+def attention(capability, device, installed):
+    utils.has_cuda_capability = lambda major, minor: capability >= major
+    if device == "torchtitan's own":
+        from torchtitan.models.common.attention import VarlenAttention as Attention
+    else:
+        titan_adaptation.find_spec = lambda package: package == installed or None
+        titan_adaptation.choose_device(device)
+        from titan_rl.policy.models.model import DocumentAttention as Attention
+    print(utils.get_cuda_flash_attention_impl())
+    if installed == "-":
+        Attention.Config().build()
+
+
+for name, case in cases.items():
+    if os.fork() == 0:
+        for descriptor in (1, 2):
+            os.dup2(os.open(f"{sys.argv[2]}/{name} {descriptor}", os.O_WRONLY | os.O_CREAT), descriptor)
+        try:
+            attention(*case)
+        except Exception:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(0)
+    os.wait()
 """
 
 
+@pytest.fixture(scope="module")
+def beside_a_gpu(tmp_path_factory) -> dict[str, tuple[str, str]]:
+    """By case, what a process prints and its errors; and the device that torchtitan has found."""
+    directory = tmp_path_factory.mktemp("cases")
+    program = [sys.executable, "-c", BESIDE_A_GPU, json.dumps(CASES), str(directory)]
+    said = subprocess.run(program, check=True, capture_output=True, text=True).stdout.split()[-1]
+    files = {case: tuple((directory / f"{case} {number}").read_text() for number in (1, 2)) for case in CASES}
+    return files | {"device": (said, "")}
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="asks about a machine without accelerator")
+def test_torchtitan_still_takes_cuda_where_there_is_none(beside_a_gpu):
+    assert beside_a_gpu["device"][0] == "cuda"
+
+
 @pytest.mark.parametrize(
-    ("capability", "device", "installed", "kernels"),
-    [
-        (9, "cuda", "-", "None"),
-        (9, "cuda", "flash_attn_interface", "FA3"),
-        (10, "cpu", "-", "None"),
-    ],
+    ("case", "kernels"), [("none installed", "None"), ("FlashAttention 3", "FA3"), ("on the CPU", "None")]
 )
-def test_attention_takes_the_kernels_that_are_installed(capability, device, installed, kernels):
-    """On Hopper (9) and Blackwell (10)."""
-    program = [sys.executable, "-c", ATTENTION_BESIDE_A_GPU, str(capability), device, installed]
-    ran = subprocess.run(program, check=True, capture_output=True, text=True)
-    assert ran.stdout.strip() == kernels
-    assert ("FlashAttention 2" in ran.stderr) == (device == "cuda" and installed == "-")
+def test_attention_takes_the_kernels_that_are_installed(beside_a_gpu, case, kernels):
+    said, errors = beside_a_gpu[case]
+    assert said.strip() == kernels and "Traceback" not in errors, errors
+    assert ("FlashAttention 2" in errors) == (case == "none installed")
 
 
-def test_torchtitan_still_demands_flash_attention_3_on_hopper():
-    program = [sys.executable, "-c", ATTENTION_BESIDE_A_GPU, "9", "torchtitan's own", "-"]
-    ran = subprocess.run(program, capture_output=True, text=True)
-    assert ran.returncode and "No module named 'flash_attn_interface'" in ran.stderr
+def test_torchtitan_still_demands_flash_attention_3_on_hopper(beside_a_gpu):
+    assert "No module named 'flash_attn_interface'" in beside_a_gpu["torchtitan's own"][1]
 
 
 def test_a_process_cannot_change_its_device():
@@ -177,7 +202,6 @@ def test_gradients_stay_within_their_document():
 
 def test_neighbours_of_one_length_are_one_call():
     _, documents = packed([9, 4, 4, 4, 1])
-    assert documents.runs == ((1, None), (3, None), (1, None))
-    assert documents.sizes == ([9, 12, 1], [9, 12, 1])
+    assert documents.runs == (((1, 9, 0), None), ((3, 4, 0), None), ((1, 1, 0), None))
     assert documents.max_q == 9
     assert documents.cu_seq_q.tolist() == [0, 9, 13, 17, 21, 22]

@@ -17,7 +17,7 @@ from titan_rl.isolation.wire import CallKind, UserCall
 from titan_rl.rollout.config import AgentsConfig
 from titan_rl.rollout.samples import Turn
 from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
-from titan_rl.types import Endpoint, FinishReason, Message, Purpose, StopReason
+from titan_rl.types import Endpoint, FailureKind, FinishReason, Message, Purpose, StopReason
 
 ASKED, ANSWERED, ADDED, ENDED = [3, 12], [4, 1], [5, 12], [6, 1]
 CONVERSATION = [Message("user", "1="), Message("assistant", "2"), Message("user", "3="), Message("assistant", "4")]
@@ -147,19 +147,23 @@ async def test_a_worker_runs_no_more_programs_at_once_than_it_may(model_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("how", "reason", "failure"),
     [
-        ("raise", "play of train prompt 0: ValueError: boom"),
-        ("crash", "play of train prompt 0: its process exited with code 3 and returned nothing"),
-        ("unpicklable", "does not pickle"),
+        ("raise", "play of train prompt 0: ValueError: boom", FailureKind.TASK),
+        (
+            "crash",
+            "play of train prompt 0: its process exited with code 3 and returned nothing",
+            FailureKind.INFRASTRUCTURE,
+        ),
+        ("unpicklable", "does not pickle", FailureKind.TASK),
     ],
 )
-async def test_a_program_that_fails_costs_its_rollout_whose_turns_are_kept(model_path, how, reason):
+async def test_a_program_that_fails_costs_its_rollout_whose_turns_are_kept(model_path, how, reason, failure):
     sessions = ScriptedSessions()
     async with runner(model_path, sessions, behaviour={"0": how}) as group_runner:
         result, other = await asyncio.gather(play(group_runner, 0), play(group_runner, 1))
     for rollout, trajectory in zip(result.rollouts, result.trajectories, strict=True):
-        assert reason in rollout.error
+        assert reason in rollout.error and rollout.failure is failure
         assert len(trajectory.turns) == 2 and trajectory.messages == CONVERSATION
     assert result.samples == () and [rollout.error for rollout in other.rollouts] == ["", ""]
 
@@ -276,6 +280,7 @@ async def test_an_answer_that_the_gateway_cannot_read_costs_its_rollout_and_is_n
         result = await play(group_runner, samples=1)
     (rollout,) = result.rollouts
     assert rollout.error == "the gateway could not read an answer, which is a bug: it reads otherwise"
+    assert rollout.failure is FailureKind.INFRASTRUCTURE
     assert result.samples == () and rollout.turn_count == 1
 
 

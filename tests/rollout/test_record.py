@@ -133,7 +133,7 @@ def test_a_report_can_be_sent_whatever_its_error_says() -> None:
     result = result_of(asked(1, 1), played(asked(1, 1), 0, ([1], [2])))
     failed = replace(result, rollouts=tuple(structs.replace(each, error="\ud83d!") for each in result.rollouts))
     report = report_of(asked(1, 1), failed, ())
-    assert pickle.loads(pickle.dumps(report)).first_error == "?!"
+    assert pickle.loads(pickle.dumps(report)).first_error == "task: ?!"
 
 
 @given(REWARDS, st.integers(0, 3), st.integers(1, 50))

@@ -98,8 +98,7 @@ class Scanned(LeastLoaded):
     """Looks at every generator for each choice."""
 
     def _first(self, version):  # type: ignore[no-untyped-def]
-        keys = [(self._load.get(name, 0), self._chosen_at.get(name, 0), name) for name in self.serving]
-        expected = min(key for key in keys if self.serving[key[2]] == version)
+        expected = min(self._key(name) for name, serves in self.serving.items() if serves == version)
         assert super()._first(version) == expected
         assert len(self._heaps[version]) <= 4 * len(self.serving) + 16
         return expected

@@ -209,7 +209,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 TestRouterSchedules = RouterMachine.TestCase
 TestRouterSchedules.settings = settings(
-    max_examples=400,
+    max_examples=150,
     stateful_step_count=60,
     deadline=None,
     report_multiple_bugs=False,

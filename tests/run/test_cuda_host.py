@@ -7,6 +7,7 @@ import importlib.metadata
 import pytest
 
 from titan_rl import train
+from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.run import cuda, doctor
 
@@ -80,5 +81,5 @@ def test_a_run_and_doctor_refuse_a_gpu_host_with_builds_for_cpus(capsys, tmp_pat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert train.main("--recipe copy4 --placement.device cuda".split()) == 2
     assert "torch 2.13.0+cpu is built for CPUs only" in capsys.readouterr().err
-    stops = [each.problem.sentence for each in doctor.examine(detect_host()) if each.problem is not None]
+    stops = [str(each) for _, each in doctor.examine(detect_host()) if isinstance(each, ConfigError)]
     assert any("vllm 0.32.0" in sentence and "built for CPUs only" in sentence for sentence in stops)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from titan_rl.cli import main
+from titan_rl.errors import AbsentError, ConfigError, ConfigWarning
 from titan_rl.hosts.facts import HostFacts
 from titan_rl.run import doctor
 from titan_rl.run.doctor import examine
@@ -18,8 +19,7 @@ HOST = HostFacts(cpus=4, memory=16 << 30, open_files=4096)
 
 
 def problems(host=HOST, about="") -> list[str]:
-    found = examine(host)
-    return [each.problem.sentence for each in found if each.problem is not None and each.about.startswith(about)]
+    return [str(each) for name, each in examine(host) if name.startswith(about) and isinstance(each, ConfigError)]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def calm(monkeypatch):
 
 def test_a_good_host_has_no_problem():
     assert problems(about="memory") == problems(about="processor") == []
-    assert {"packages", "devices", "remains"} <= {each.about for each in examine(HOST)}
+    assert {"packages", "devices", "remains"} <= {about for about, _ in examine(HOST)}
 
 
 @pytest.mark.parametrize(
@@ -56,17 +56,25 @@ def test_packages_that_are_missing_stop_a_run_and_others_versions_are_warned_of(
     versions = {"torch": "2.12.0+cpu", "torchmonarch": "0.7.0", "torchtitan": "", "vllm": "0.32.0"}
     monkeypatch.setattr(doctor, "installed", lambda name: versions.get(name, doctor.pins().get(name, "")))
     torch, titan = doctor.quick_problems(".")
-    assert torch.sentence.startswith("torch 2.12.0+cpu is installed, and titan_rl was tested with 2.13.0")
-    assert titan.sentence.startswith("the package torchtitan is not installed")
-    assert (torch.severity, titan.severity) == (doctor.Severity.WARNING, doctor.Severity.ABSENT)
+    assert str(torch).startswith("torch 2.12.0+cpu is installed, and titan_rl was tested with 2.13.0")
+    assert str(titan).startswith("the package torchtitan is not installed")
+    assert isinstance(torch, ConfigWarning) and isinstance(titan, AbsentError)
     assert len([sentence for sentence in problems() if "torch 2.12" in sentence]) == 1
+
+
+def test_a_host_that_cannot_isolate_programs_of_the_policy_is_told(monkeypatch):
+    def refuse(source):
+        raise AbsentError("namespaces are missing")
+
+    monkeypatch.setattr(doctor, "run_policy_code", refuse)
+    assert problems(about="policy code") == ["namespaces are missing"]
 
 
 def test_a_full_disk_is_told_at_every_start(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor, "LITTLE_DISK", 1 << 60)
     directory = str(tmp_path / "not" / "there")
-    (found,) = [each for each in doctor.quick_problems(directory) if "GiB free" in each.sentence]
-    assert str(tmp_path) in found.sentence and found.severity is doctor.Severity.WARNING
+    (found,) = [each for each in doctor.quick_problems(directory) if "GiB free" in str(each)]
+    assert str(tmp_path) in str(found) and isinstance(found, ConfigWarning)
 
 
 def test_what_dead_runs_have_left_is_told_and_stays(monkeypatch, tmp_path):
@@ -75,7 +83,7 @@ def test_what_dead_runs_have_left_is_told_and_stays(monkeypatch, tmp_path):
     dead.wait()
     left = segment_path(tmp_path, dead.pid, "doctor", 0)
     left.write_bytes(bytes(1 << 20))
-    (found,) = [each.found for each in examine(HOST) if each.about == "remains" and "segments" in each.found]
+    (found,) = [found for about, found in examine(HOST) if about == "remains" and "segments" in str(found)]
     assert found.startswith("1 segments with 1,048,576 bytes") and found.endswith("the next start removes them")
     assert left.exists()
 

@@ -1,4 +1,4 @@
-"""Runs scenarios on several ranks of torch.distributed, forked from one process that has imported torch and torchtitan.
+"""Runs scenarios on several ranks of torch.distributed, forked from one process that has imported what they need.
 
 That process runs this file, and lives as long as pytest: the imports take longer than most scenarios. `run_scenarios`
 tells it what to do. A scenario is a function that returns something that pickles, and joins the world of its ranks.
@@ -8,7 +8,8 @@ Neighbours with as many ranks share a world: DTensor keeps equal meshes of an ea
 from __future__ import annotations
 
 import atexit
-import functools
+import gc
+import importlib
 import os
 import pickle
 import select
@@ -20,7 +21,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -39,13 +40,24 @@ class Scenario:
     """Ranks that kill themselves in it, and return nothing. It must be the last one."""
 
 
+class Imports(NamedTuple):
+    """What a process has that forks ranks. It imports the modules of scenarios by itself, when it gets the first."""
+
+    modules: tuple[str, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
+
+
+ONLY_THEIRS = Imports()
+
+
 class Forker:
     """The process that forks ranks."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Imports) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment |= dict(imports.variables)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        command = [sys.executable, "-m", __spec__.name]
+        command = [sys.executable, "-m", __spec__.name, *imports.modules]
         self._process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
         atexit.register(self.kill)
 
@@ -62,17 +74,17 @@ class Forker:
         self._process.wait()
 
 
-the_forker = functools.cache(Forker)
+forkers: dict[Imports, Forker] = {}
 
 
-def run_scenarios(scenarios: list[Scenario], directory: Path) -> list[list[Any]]:
+def run_scenarios(scenarios: list[Scenario], directory: Path, imports: Imports = ONLY_THEIRS) -> list[list[Any]]:
     """Results by scenario and rank."""
     plan = directory / "plan.pkl"
     plan.write_bytes(pickle.dumps(scenarios))
     ranks = max(scenario.ranks for scenario in scenarios)
-    if (code := the_forker().run(ranks, plan)) != "0":
-        the_forker().kill()
-        the_forker.cache_clear()
+    forker = forkers.get(imports) or forkers.setdefault(imports, Forker(imports))
+    if (code := forker.run(ranks, plan)) != "0":
+        forkers.pop(imports).kill()
     logs = [
         f"--- rank {rank}\n{log.read_text()[-4000:]}" for rank in range(ranks) if (log := _log(plan, rank)).exists()
     ]
@@ -116,9 +128,12 @@ class Results(dict[Any, list[Any]]):
 
 def main() -> None:
     """One plan for each line of the input."""
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported stays shared
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:

@@ -20,7 +20,7 @@ from test_resume import DELAYS, numbers
 from titan_rl.metrics.rollout_record import ROLLOUTS, read_record, read_records
 from titan_rl.playing.replay import difference, difference_of_numbers, facts
 
-STEPS, STALENESS = 6, 2
+STEPS, STALENESS = 4, 2
 
 
 class Outcome(NamedTuple):
@@ -104,6 +104,7 @@ def test_a_tampered_recording_is_found_where_the_true_one_is_replayed_bit_for_bi
     assert (copy / "summary.json").read_bytes() == (run / "summary.json").read_bytes()
 
 
+@pytest.mark.acceptance  # in CI: simulated engines (test_chaos, test_runs_over_hosts), and test_vllm_deterministic
 def test_two_generators_train_bitwise_what_one_trains(one: Outcome, tmp_path: Path) -> None:
     assert train(tmp_path, generator__count=2, generator__engine=f"{DELAYS}:slow_pulls") == one
 

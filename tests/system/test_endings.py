@@ -121,6 +121,7 @@ def test_a_run_directory_that_is_removed_is_a_sentence(tmp_path: Path) -> None:
     assert_nothing_is_left(run)
 
 
+@pytest.mark.acceptance  # in CI: scripted runs, tests/loop/test_stopping_early.py
 def test_a_policy_that_has_learned_everything_ends_its_run_well(tmp_path: Path) -> None:
     task = tmp_path / "easy.py"
     task.write_text(EASY)
@@ -135,4 +136,69 @@ def test_a_policy_that_has_learned_everything_ends_its_run_well(tmp_path: Path) 
     assert "held-out exact match 1.000 → 1.000" in output
     assert saved_step(output, tmp_path / "runs") < 100
     assert re.match(r"the run is done after step \d+, early: nothing is left to learn", ending(output))
+    assert_nothing_is_left(run)
+
+
+BROKEN = """
+from titan_rl import config_registry
+from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric, ToolCall, tool
+from titan_rl.rollout.config import EnvironmentConfig
+
+TRAINED, HELD_OUT = (Example(prompt=(Message("user", prompt),), answer="1") for prompt in ("1=", "2="))
+
+
+@tool
+def look(page: str) -> str:
+    raise LookupError("the pages are gone")
+
+
+def right(example, transcript):
+    return float(transcript.answer == example.answer)
+
+
+class Broken(Environment):
+    def example(self, index):
+        return TRAINED
+
+    def held_out(self, count):
+        return [HELD_OUT]
+
+    def rubric(self):
+        return Rubric(right)
+
+    def tools(self):
+        return (look,)
+
+    def demonstration(self, index):
+        if index % 2:
+            return Demonstration(prompt=HELD_OUT.prompt, messages=(Message("assistant", "1"),))
+        call = Message("assistant", "", (ToolCall("look", {"page": "1"}),))
+        return Demonstration(prompt=TRAINED.prompt, messages=(call,))
+
+
+def recipe():
+    config = config_registry.tool_sum()
+    config.environment = EnvironmentConfig(name=f"{__file__}:Broken")
+    config.evaluation.target_exact_match = 0.0
+    return config
+"""
+
+
+def test_a_run_whose_tool_always_fails_stops_and_names_it(tmp_path: Path) -> None:
+    task = tmp_path / "broken.py"
+    task.write_text(BROKEN)
+    run = start_run(
+        *("--recipe", f"{task}:recipe", "--generator.count", "1", "--trainer.warmup.steps", "40"),
+        *("--trainer.warmup.batch", "32", "--loop.groups-per-step", "4", "--evaluation.every", "0"),
+        runs=tmp_path / "runs",
+    )
+    output = finish(run)
+    assert run.returncode == 1, output
+    sentence = (
+        r"tool failures: \d+ of the last \d+ rollouts \(\d+%\), more than rollout.failure_share = 0.5; "
+        r"\d+ × tool calls of train prompt: LookupError: the pages are gone \(\S+broken.py:\d+ in look\); correct"
+    )
+    assert re.search(f"^failed: NothingToTrain: {sentence}", output, re.MULTILINE), output
+    assert "failed: NothingToTrain: tool failures: " in ending(output)
+    assert saved_step(output, tmp_path / "runs") < 10
     assert_nothing_is_left(run)

@@ -85,6 +85,7 @@ def test_after_a_kill_and_damage_every_prompt_is_trained_once_and_every_step_rep
     played = tmp_path / "played"
     monkeypatch.setenv(PLAYED, str(played))
     plain = ("--deterministic", "false", "--logging.tensorboard", "true", "--loop.filter", f"{DELAYS}:noted")
+    plain += ("--generator.engine", "simulated")  # of which no checkpoint holds anything
     left = killed(tmp_path / "runs", "after a checkpoint", 2, STALENESS, *plain)
     *_, cut, newest = checkpoints(left)
     flip(newest)

@@ -1,9 +1,12 @@
 """Whole runs as a user starts them: how they end, what they write, that nothing stays behind; then the small recipes
 of the bundled tasks. Each run is real and small (one generator, a few steps), about 15 s.
+
+What is learned: in CI `tests/packaging/test_base_installation.py` asks that of the quick start.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -17,6 +20,8 @@ from leftovers import REPOSITORY, RUN_SECONDS, assert_nothing_is_left, finish, s
 from tests.support.metrics import assert_metrics_are_known
 from tests.support.timelines import assert_timeline_is_whole
 
+FULL = functools.partial(pytest.param, marks=pytest.mark.acceptance)  # a cell of the full matrix
+
 
 def readme_example() -> str:
     """The README's file with a task of one's own."""
@@ -28,13 +33,15 @@ def run_directory(runs: Path) -> Path:
     return directory
 
 
-def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_checkpoint_scores_the_same(
-    tmp_path: Path,
+@pytest.mark.parametrize("steps", [30, FULL(250)])
+def test_the_task_of_the_readme_is_trained_and_shown_under_torchrun_and_its_checkpoint_scores_the_same(
+    tmp_path: Path, steps: int
 ) -> None:
+    """By the reward alone, which 250 steps are enough for to learn it."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "titan_rl.train")
     task = tmp_path / "double.py"
     task.write_text(readme_example())
-    settings = ("--loop.steps", "250", "--trainer.warmup.steps", "0")  # by the reward alone
+    settings = ("--loop.steps", str(steps), "--trainer.warmup.steps", "0", "--evaluation.prompts", "50")
     run = start_run(str(task), *settings, runs=tmp_path / "runs", program=torchrun)
     output = finish(run)
     assert run.returncode == 0, output
@@ -44,10 +51,12 @@ def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_chec
 
     summary = json.loads((directory / "summary.json").read_text())
     assert summary["tokens_generated"] > 0
-    assert summary["exact_match_before"] <= 0.1 and summary["exact_match_after"] >= 0.8, output
-    assert summary["reward_before"] <= 0.5 and summary["reward_after"] >= 0.9, output
-    for part in ("  entropy ", "  truncated ", "  wrong  '", ", wanted '", "  right  '", "exact match 0.000 → "):
+    assert summary["exact_match_before"] <= 0.1 and summary["reward_before"] <= 0.5, output
+    for part in ("  entropy ", "  truncated ", "  wrong  '", ", wanted '", "exact match 0.000 → "):
         assert part in output
+    if steps == 250:
+        assert summary["exact_match_after"] >= 0.8 and summary["reward_after"] >= 0.9, output
+        assert "  right  '" in output
     assert f"reward {summary['reward_before']:.3f} → {summary['reward_after']:.3f}" in output
 
     assert_metrics_are_known(directory)
@@ -62,7 +71,8 @@ def test_the_task_of_the_readme_is_learned_and_shown_under_torchrun_and_its_chec
     assert {"controller.log", "trainer.log", "generator0.log", "router.log", "rollout0.log"} <= logs
 
     assert_timeline_is_whole(directory)
-    assert_checkpoint_scores_like_the_policy(directory / "checkpoint")
+    if steps == 250:  # test_updater_ranks compares what is saved
+        assert_checkpoint_scores_like_the_policy(directory / "checkpoint")
     assert_eval_agrees_with_the_run(directory, summary, tmp_path / "evaluations")
 
 
@@ -125,6 +135,7 @@ def python(program: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+@pytest.mark.acceptance  # in CI: test_synchronous_is_staleness_0 calls all of it but the command line
 def test_the_minimal_loop_runs() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/minimal_loop.py", "--steps", "2"],
@@ -149,8 +160,9 @@ def steps_of(name: str, *arguments: str, runs: Path, learned: bool = True) -> li
     return [line for line in lines if "train/loss" in line]
 
 
-def test_names_are_sorted_over_two_turns_in_a_chat_format(tmp_path: Path) -> None:
-    steps = steps_of("rl_configs/alphabet_sort.py:smoke", runs=tmp_path / "runs")
+def test_names_are_sorted_over_two_turns_in_a_chat_format_and_two_steps_are_too_few_to_learn_it(tmp_path: Path) -> None:
+    wanted = ("--evaluation.target-exact-match", "0.95")
+    steps = steps_of("rl_configs/alphabet_sort.py:smoke", *wanted, runs=tmp_path / "runs", learned=False)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["rollout/turns_mean"] == 2 and step["rollout/branched"] == step["rollout/failed"] == 0
@@ -160,6 +172,7 @@ def test_names_are_sorted_over_two_turns_in_a_chat_format(tmp_path: Path) -> Non
         assert {"reward/names_in_order", "reward/exact_match"} <= step.keys()
 
 
+@pytest.mark.acceptance  # in CI: the verifier itself, tests/environments/test_reasoning_gym.py
 def test_words_are_spelled_backward_for_a_verifier_of_reasoning_gym_and_two_steps_are_too_few_to_learn_it(
     tmp_path: Path,
 ) -> None:
@@ -174,17 +187,18 @@ def test_words_are_spelled_backward_for_a_verifier_of_reasoning_gym_and_two_step
         assert 0 <= step["reward/exact_match"] <= step["reward/verified"] == step["rollout/reward_mean"] <= 1
 
 
-def test_the_quick_start_learns(tmp_path: Path) -> None:
-    command = ["scripts/quickstart.sh", "--logging.directory", str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=550)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    summary = json.loads((run_directory(tmp_path) / "summary.json").read_text())
-    assert summary["exact_match_before"] < 0.1 < 0.95 <= summary["exact_match_after"]
+def test_the_script_of_the_quick_start_sets_up_and_hands_its_arguments_to_the_run() -> None:
+    """What the run learns: tests/packaging/test_base_installation.py."""
+    command = ["scripts/quickstart.sh", "--dry-run", "--seed", "7"]
+    done = subprocess.run(command, cwd=REPOSITORY, text=True, capture_output=True, timeout=RUN_SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert 'recipe = "copy4_quick"' in done.stdout and "seed = 7" in done.stdout
 
 
-@pytest.mark.parametrize("recipe", ["copy4_2x2", "copy4_trainer_tp2", "sort5", "tool_sum"])
+@pytest.mark.parametrize("recipe", [FULL("copy4_2x2"), FULL("copy4_trainer_tp2"), FULL("sort5"), "tool_sum"])
 def test_a_recipe_of_the_manual_starts(tmp_path: Path, recipe: str) -> None:
-    """Those that no other test starts, for one small step."""
+    """Those that no other test starts, for one small step. CI's has tools, a warm-up, and two tensor-parallel ranks of
+    the trainer."""
     file = REPOSITORY / "rl_configs" / f"{recipe}.toml"
     chosen = ("--config", str(file)) if file.exists() else ("--recipe", recipe)
     smaller = ("--loop.steps", "1", "--loop.groups-per-step", "2", "--evaluation.prompts", "8")
@@ -192,7 +206,8 @@ def test_a_recipe_of_the_manual_starts(tmp_path: Path, recipe: str) -> None:
     warmup = ("--trainer.warmup.steps", "2", "--trainer.warmup.lr-warmup-steps", "1") if warmed else ()
     one_rank = recipe != "copy4_2x2"  # a simulated engine has no other
     cheap = (*("--generator.engine", "simulated") * one_rank, "--evaluation.target-exact-match", "0")
-    run = start_run(*chosen, *smaller, *warmup, *cheap, runs=tmp_path)
+    parallel = ("--trainer.tensor-parallel", "2") if recipe == "tool_sum" else ()
+    run = start_run(*chosen, *smaller, *warmup, *cheap, *parallel, runs=tmp_path)
     output = finish(run)
     assert run.returncode == 0, output
     assert "the run is done after step 1" in output

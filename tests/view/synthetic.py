@@ -84,6 +84,8 @@ def _step(step: int, skill: float, chance: random.Random) -> dict[str, Any]:
         "rollout/reward_mean": min(1.0, max(0.0, skill + noise(0, 0.04))),
         "rollout/reward_std": 0.4,
         "rollout/tokens": int(1500 + noise(0, 60)),
+        **{f"rollout/length_{which}": 12.0 for which in ("mean", "p50", "p95")},
+        **{f"rollout/trained_length_{which}": 9.5 for which in ("mean", "p50", "p95")},
         "rollout/truncated_share": max(0.0, 0.05 + noise(0, 0.02)),
         "rollout/failed": 0,
         "rollout/turns_mean": 1 + skill,

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titan_rl.metrics.activity import Activities
+from titan_rl.types import FailureKind
 from titan_rl.view.display import RunDisplay, curve
 
 
@@ -124,12 +125,12 @@ def test_no_failed_rollout_is_passed_over_between_two_lines(live: bool) -> None:
     console = Console(file=out, force_terminal=live, width=200)
     display = RunDisplay(steps=100, live=live, console=console, clock=clock)
     for _ in range(2):  # the second is too soon for a line of its own
-        display.add_group(["a.py, line 3:\nboom" + "x" * 1000])
-    at_once = "failed rollouts: 1, in 1 of the 1 groups played: 1 × a.py, line 3:\\nboom"
+        display.add_group([(FailureKind.TOOL, "a.py, line 3: boom" + "x" * 1000)])
+    at_once = "failed rollouts: 1, in 1 of the 1 groups played: 1 × tool: a.py, line 3: boom"
     assert out.getvalue().count(at_once) == 1 and len(out.getvalue()) < 300  # there may be no step
     for step in range(1, 101):
         clock.now += 0.1
-        display.add_group([f"cause {step}"])
+        display.add_group([(FailureKind.TASK, f"cause {step}")])
         display.step(step, {}, {})
     told = [line for line in out.getvalue().splitlines() if "failed rollouts: " in line]
     assert sum(int(line.split("failed rollouts: ")[1].split(",")[0]) for line in told) == 102
@@ -140,13 +141,11 @@ def test_failures_are_counted_by_cause_and_group_and_those_that_waited_come_last
     clock, out = Clock(), io.StringIO()
     display = RunDisplay(steps=100, live=False, console=Console(file=out, width=300), clock=clock)
     display.step(1, {}, {})
-    display.add_group([], ["score of train prompt 3: did not finish within 30 s"] * 5)
-    display.add_group(["score of train prompt 4: KeyError: 'x' (a.py:3 in right)"])
-    display.add_group(["score of train prompt 5: KeyError: 'x' (a.py:3 in right)"])
+    display.add_group([(FailureKind.TIMEOUT, "score of train prompt: did not finish within 30 s")] * 5)
+    display.add_group([(FailureKind.GRADER, "score of train prompt: KeyError: 'x' (a.py:3 in right)")])
+    display.add_group([(FailureKind.GRADER, "score of train prompt: KeyError: 'x' (a.py:3 in right)")])
     display.add_group([])
     clock.now += 10
     display.step(2, {}, {})
-    told = (
-        "failed rollouts: 7, in 3 of the 4 groups played: 2 × score of train prompt 4: KeyError: 'x' (a.py:3 in right)"
-    )
-    assert f"{told}; 5 × score of train prompt 3: did not finish within 30 s" in out.getvalue()
+    told = "failed rollouts: 7, in 3 of the 4 groups played: 2 × grader: score of train prompt: KeyError: 'x' (a.py:3"
+    assert f"{told} in right); 5 × timeout: score of train prompt: did not finish within 30 s" in out.getvalue()

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from titan_rl.metrics.metric_table import METRICS, Metric
-from titan_rl.types import Purpose, StopReason
+from titan_rl.types import FailureKind, Purpose, StopReason
 from titan_rl.view.findings import LOOKED_AT, Finding, Kind, compare, findings
 from titan_rl.view.read import ListedRollout, Run
 from titan_rl.view.timelines import Account, Lane, Timeline
@@ -106,9 +106,9 @@ def test_an_alarm_counts_its_steps():
 
 def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_waits_for():
     lanes = [
-        Lane("trainer", 1, {}, Account("trainer", 1, 0.35, {"rollouts": 0.55, "weights": 0.1})),
-        Lane("generator0", 1, {}, Account("generator0", 1, 0.6, {"slots": 0.4})),
-        Lane("router", 1, {}, Account("router", 1, 0.1, {"rollouts": 0.9})),
+        Lane("trainer", 1, [], Account("trainer", 1, 0.35, {"rollouts": 0.55, "weights": 0.1})),
+        Lane("generator0", 1, [], Account("generator0", 1, 0.6, {"slots": 0.4})),
+        Lane("router", 1, [], Account("router", 1, 0.1, {"rollouts": 0.9})),
     ]
     found = said(run_of(lanes=lanes), "trainer is idle more than half of the time")
     assert "65%" in found.text and "the rollout workers" in found.text and "rollout.workers" in found.do
@@ -116,7 +116,7 @@ def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_wait
 
 
 def test_generators_that_wait_for_the_same_make_one_finding():
-    lanes = [Lane(name, 1, {}, Account(name, 1, busy, {"slots": 1 - busy})) for name, busy in BUSY.items()]
+    lanes = [Lane(name, 1, [], Account(name, 1, busy, {"slots": 1 - busy})) for name, busy in BUSY.items()]
     (found,) = findings(run_of(lanes=lanes))
     assert found.title == "2 generators are idle more than half of the time" and "They waited 60% to 70%" in found.text
     assert found.kind is Kind.WARNING
@@ -138,7 +138,7 @@ def test_answers_that_are_cut_and_rollouts_that_fail_are_counted():
         ],
     )
     assert "25%" in said(run, "Answers are cut by length").text
-    assert "10%" in said(run, "Rollouts fail").text and "1 × ValueError: no" in str(said(run, "Rollouts fail"))
+    assert "10%" in said(run, "Rollouts fail").text and "1 × task: ValueError: no" in str(said(run, "Rollouts fail"))
 
 
 @pytest.mark.parametrize("metric", [each for each in METRICS if each.limit is not None and each.name not in LOOKED_AT])
@@ -263,13 +263,18 @@ def test_answers_that_are_cut_get_twice_the_room():
 
 
 def test_causes_of_failures_are_counted():
-    failing = [structs.replace(ROLLOUT, error="KeyError: 'x' (a.py:3)\nmore")] * 3
-    failing += [structs.replace(ROLLOUT, error="did not finish within 1 s")]
+    error = "tool calls of train prompt {}: KeyError: 'x' (a.py:3)\nmore"
+    failing = [structs.replace(ROLLOUT, error=error.format(prompt), failure=FailureKind.TOOL) for prompt in (3, 5, 57)]
+    failing += [structs.replace(ROLLOUT, error="did not finish within 1 s", failure=FailureKind.TIMEOUT)]
     run = run_of(
         config={"rollout.samples_per_group": 2, "loop.groups_per_step": 2},
         rollout__failed=[2.0] * STEPS,
+        rollout__failed_tool=[0.4] * STEPS,
+        rollout__failed_timeout=[0.1] * STEPS,
         rollouts=failing,
     )
     found = said(run, "Rollouts fail")
-    assert found.counts == ((3, "KeyError: 'x' (a.py:3)"), (1, "did not finish within 1 s"))
-    assert "3 × KeyError: 'x' (a.py:3); 1 × did not finish" in str(found)
+    cause = "tool: tool calls of train prompt: KeyError: 'x' (a.py:3)"
+    assert found.counts == ((3, cause), (1, "timeout: did not finish within 1 s"))
+    assert f"3 × {cause}; 1 × timeout: did not finish" in str(found)
+    assert found.see == "rollout/failed_tool" and found.do.startswith("Correct the tool")

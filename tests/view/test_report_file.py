@@ -120,8 +120,8 @@ def test_a_lane_is_the_mean_of_its_ranks(run: Path):
     assert 0 < steps.start < steps.start + steps.seconds <= whole.seconds
     for lane in steps.lanes:
         for at in range(400):
-            assert sum(shares[at] for shares in lane.shares.values()) == pytest.approx(1, abs=1e-3)
-        waited = sum(sum(shares) / len(shares) for (_, waits_for), shares in lane.shares.items() if waits_for)
+            assert sum(kind.shares[at] for kind in lane.kinds) == pytest.approx(1, abs=5e-3)
+        waited = sum(kind.share for kind in lane.kinds if kind.waits_for)
         assert lane.account is not None and 0 < lane.account.idle < 1
         assert waited <= lane.account.idle + 1e-3, "missing processes count as idle"
 

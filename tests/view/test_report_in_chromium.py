@@ -32,11 +32,6 @@ def browser(reports: Reports, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield page
 
 
-@pytest.fixture(params=[DESK, PHONE], ids=["desk", "phone"])
-def size(request: pytest.FixtureRequest) -> tuple[int, int]:
-    return request.param
-
-
 def fill(page: Page, control: str, value: str) -> None:
     """Change an input or a choice of the list of rollouts, named by its label."""
     page.run(
@@ -51,7 +46,16 @@ def check(page: Page) -> None:
     assert page.run("document.documentElement.scrollWidth <= innerWidth"), "nothing hangs out at the side"
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["one run", "two runs"])
+@pytest.mark.parametrize(
+    ("which", "size"),
+    [
+        pytest.param(0, DESK, marks=pytest.mark.acceptance),
+        pytest.param(1, DESK),
+        pytest.param(0, PHONE, marks=pytest.mark.acceptance),  # in CI: that of a real run, test_gateway_in_run
+        pytest.param(1, PHONE, marks=pytest.mark.acceptance),
+    ],
+    ids=["desk, one run", "desk, two runs", "phone, one run", "phone, two runs"],
+)
 def test_every_control_works_and_nothing_is_requested(
     browser: Page, reports: Reports, which: int, size: tuple[int, int]
 ) -> None:
@@ -70,6 +74,15 @@ def test_a_run_that_is_hidden_leaves_curves_histograms_and_rollouts(browser: Pag
     browser.wait("document.querySelectorAll('.card[data-metric] .now')[0].children.length === 1")
     assert browser.run("document.getElementById('matches').textContent") == "328 shown"
     check(browser)
+
+
+def test_lengths_of_sampled_and_trained_rollouts_stand_side_by_side(browser: Page, reports: Reports) -> None:
+    browser.open(reports[0], *DESK)
+    browser.wait("document.querySelector('table.lengths')")
+    rows = browser.run(
+        "[...document.querySelectorAll('.lengths tr')].map((row) => [...row.children].map((cell) => cell.textContent))"
+    )
+    assert rows[1:] == [["sampled", "12", "12", "12"], ["trained", "9.5", "9.5", "9.5"]]
 
 
 def test_rollouts_are_found_and_their_branches_walked(browser: Page, reports: Reports) -> None:

@@ -64,7 +64,7 @@ def test_all_ranks_get_the_same_publication(results: Results) -> None:
         ("unwritable", "publishing failing v2: rank 1: "),
         ("incomplete", f"the ranks' shards hold 21 of 35 elements of {BY_COLUMNS}"),
         ("other_shape", f"{NORM} is (8,) on rank 1 and (7,) on a lower one"),
-        ("other_version", "the ranks disagree"),
+        ("other_version", "the ranks disagree on the version and its slot: "),
     ],
 )
 def test_what_one_rank_cannot_publish_is_an_error_on_both(results: Results, failure: str, sentence: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from titan_rl.actors.router_client import RouterClient
+from titan_rl.config import RunConfig
 from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GatewayGone, RequestLost, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.metrics.timeline import timeline
@@ -35,75 +36,48 @@ STATUS_SECONDS = 20.0
 class Gateway(ConnectedActor):
     """`open_rollout`, `idle` and `close_rollout` are the methods of `RolloutGateway`."""
 
-    def __init__(
-        self,
-        config: GatewayConfig,
-        *,
-        model_path: str,
-        renderer: str,
-        renderer_kwargs: dict[str, Any],
-        max_model_len: int,
-        run_seed: int = 0,
-    ) -> None:
-        """
-        Args:
-            model_path: directory with the tokenizer of the served policy.
-            renderer, renderer_kwargs: as in `RolloutConfig`.
-            max_model_len: of the generators.
-            run_seed: the run's seed; only rollouts sample by it.
-        """
-        self._config = config
+    def __init__(self, config: RunConfig, gateway: GatewayConfig, *, model_path: str) -> None:
+        self._config, self._gateway = config, gateway
         self._model_path = model_path
-        self._renderer = (renderer, renderer_kwargs)
-        self._max_model_len = max_model_len
-        self._run_seed = run_seed
-        self._fleet: RouterClient | None = None
+        self._fleet = RouterClient(seconds=STATUS_SECONDS, who="gateway", replaced_within=None)
         self._server: GatewayServer | None = None
 
     @endpoint
     async def setup(self, router: Any, port: int) -> tuple[int, str]:
-        """Listen. Returns this process's id and the URL, without `/v1`.
+        """Listen. Returns this process's id and the URL, without `/v1`. Raises ConfigError: the address cannot be
+        listened on, or there is no renderer for the checkpoint.
 
-        Args:
-            router: handle of a `GeneratorRouter`.
-            port: of the gateway that this one replaces; 0: it is the first. Clients know that port. Where every rollout
-                is told the address, another one will do if it is taken.
-
-        Raises:
-            ConfigError: the address cannot be listened on, or there is no renderer for the checkpoint.
+        `port`: of the gateway that this one replaces; 0: it is the first. Clients know that port. Where every rollout
+        is told the address, another one will do if it is taken.
         """
         # Imported here because workers and the controller import this module and do not need the server.
         from titan_rl.chat import make_renderer
         from titan_rl.gateway.app import GatewayServer
         from titan_rl.gateway.calls import ServedPolicy
 
-        name, settings = self._renderer
-        renderer = make_renderer(name, self._model_path, settings)
-        policy = ServedPolicy(name=self._config.model, renderer=renderer, max_model_len=self._max_model_len)
-        self._fleet = fleet = RouterClient(router, seconds=STATUS_SECONDS, who="gateway", replaced_within=None)
-        timeline.follow(lambda: "generators" if fleet.waits else "programs")
-        config = replace(self._config, port=port or self._config.port)
+        config, listens = self._config, replace(self._gateway, port=port or self._gateway.port)
+        renderer = make_renderer(config.rollout.renderer, self._model_path, config.rollout.renderer_kwargs)
+        max_model_len = config.generator.max_model_len
+        policy = ServedPolicy(name=listens.model, renderer=renderer, max_model_len=max_model_len)
+        self._fleet.replace([router])
+        timeline.follow(lambda: "generators" if self._fleet.waits else "programs")
         try:
-            self._server = GatewayServer(config, self._fleet, policy, run_seed=self._run_seed)
+            self._server = GatewayServer(listens, self._fleet, policy, run_seed=config.seed)
         except ConfigError:
-            if not (port and config.rollout_keys):
+            if not (port and listens.rollout_keys):
                 raise
-            self._server = GatewayServer(replace(config, port=0), self._fleet, policy, run_seed=self._run_seed)
+            self._server = GatewayServer(replace(listens, port=0), self._fleet, policy, run_seed=config.seed)
         return os.getpid(), self._server.url
 
     @endpoint
     async def set_peers(self, router: Any) -> None:
         """Open requests are sent again to this router."""
-        if self._fleet is not None:
-            self._fleet.replace([router])
+        self._fleet.replace([router])
 
     @endpoint
     async def serve(self) -> None:
-        """Return when the server was closed. An open call of this endpoint is the failure channel.
-
-        Raises:
-            ActorFailed: the server ended by itself.
-        """
+        """Return when the server was closed: an open call of this endpoint is the failure channel. Raises ActorFailed:
+        the server ended by itself."""
         if self._server is None:
             raise ActorFailed("the gateway was called before setup")
         await self._server.ended()
@@ -119,8 +93,7 @@ class Gateway(ConnectedActor):
     @endpoint
     async def close_rollout(self, session_id: str) -> Trajectory:
         trajectory = await self._rollout_keys().close(session_id)
-        if self._fleet is not None:
-            self._fleet.end_sessions([session_id])
+        self._fleet.end_sessions([session_id])
         return trajectory
 
     @endpoint
@@ -128,11 +101,10 @@ class Gateway(ConnectedActor):
         """Refuse new calls, end all rollouts and abort open calls; their clients get an error."""
         if self._server is not None:
             await self._server.close()
-        if self._fleet is not None:
-            await self._fleet.disconnect()
+        await self._fleet.disconnect()
 
     def _rollout_keys(self) -> RolloutKeys:
-        if self._server is None or not self._config.rollout_keys:
+        if self._server is None or not self._gateway.rollout_keys:
             raise ActorFailed("the gateway was called before setup, or has no rollout keys")
         return self._server.rollout_keys
 
@@ -170,11 +142,7 @@ class RolloutGatewayClient:
     """
 
     def __init__(self, gateway: Any, *, replaced_within: float | None = 0.0) -> None:
-        """
-        Args:
-            gateway: handle of the actor.
-            replaced_within: how long `open` waits for another one when it is gone, as in `MeshClient`.
-        """
+        """`replaced_within`: how long `open` waits for another gateway when this one is gone, as in `MeshClient`."""
         self._gateway = MeshClient("gateway", [gateway], replaced_within=replaced_within)
 
     def replace(self, actors: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from titan_rl.actors.relay import WeightRelay
 from titan_rl.errors import ActorGone, GeneratorFailed, TitanError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine_loop import EngineLoop, make_engine_loop
+from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
 from titan_rl.rpc.mesh_client import MeshClient
@@ -66,17 +66,14 @@ class Generator(RequestServer):
     @endpoint
     async def setup(self, rank0: Any, relay: Any = None) -> int:
         """Build the engine and start its loop; returns this process's id. Nothing is served before the first verified
-        pull.
-
-        Args:
-            rank0: handle of this generator's rank 0, where a follower reports its failure.
-            relay: handle of the `WeightRelay` of this host. None: publications are here without one.
-        """
+        pull. A follower reports its failure to rank 0. `relay`: handle of the `WeightRelay` of this host; None:
+        publications are here without one."""
         self._rank0 = Connection(rank0, what=f"{self._name}.{{}} of rank 0")
         await Generator.set_peers.answer(self, relay)
         tell = asyncio.get_running_loop().call_soon_threadsafe  # what the engine thread has to say
-        self._loop = make_engine_loop(
+        self._loop = EngineLoop(
             self._config,
+            rank=self._rank,
             model_path=self._model_path,
             device=self._device,
             on_completions=lambda completions: tell(self._completed, completions),
@@ -150,7 +147,7 @@ class Generator(RequestServer):
                     lambda: relay.ranks[0].call(None, WeightRelay.bring, publication, again=again)
                 )
             except ActorGone as gone:  # which a caller would take for the end of this generator
-                raise WeightsError(f"{publication.channel} {publication.version} did not come: {gone}") from gone
+                raise WeightsError(f"{publication} did not come: {gone}") from gone
         seconds = time.monotonic() - asked_at
         try:
             report = await self._outcome(pull())

@@ -75,12 +75,9 @@ class _Slot:
     bringing: asyncio.Task[None] | None = None
 
     @property
-    def name(self) -> str:
-        return f"{self.publication.channel} {self.publication.version}"
-
-    @property
     def chunk_bytes(self) -> int:
-        return _chunk_bytes(self.publication.manifest.nbytes)
+        """The same on every host."""
+        return max(LEAST_CHUNK_BYTES, -(-self.publication.manifest.nbytes // MOST_CHUNKS))
 
     def chunk(self, index: int) -> slice:
         start = index * self.chunk_bytes
@@ -131,31 +128,22 @@ class WeightRelay(ConnectedActor):
 
     @endpoint
     async def bring(self, publication: Publication, *, again: bool = False) -> None:
-        """Returns when this host has the whole publication in its shared memory. Callers share one transfer.
-
-        Args:
-            again: what is here is not what was published: fetch everything anew, from `Publication.hosts`.
-
-        Raises:
-            WeightsError: it cannot be had: it is gone, or no host that has it answers.
-            StorageError: there is no room for it.
-        """
+        """Returns when this host has the whole publication in its shared memory. Callers share one transfer. `again`:
+        what is here is not what was published: fetch everything anew, from `Publication.hosts`. Raises WeightsError: it
+        is gone, or no host that has it answers; StorageError: there is no room for it."""
         if self._host in publication.hosts:
             return
         slot = await self._slot_of(publication)
         task = self._transfer(slot, again=again)
         await asyncio.wait({task})
         if task.cancelled():
-            raise WeightsError(f"{slot.name} is gone")
+            raise WeightsError(f"{publication} is gone")
         task.result()
 
     @endpoint
     async def open(self, publication: Publication) -> tuple[int, list[RDMABuffer]]:
-        """Let another relay read this publication, which comes here too if it is not here.
-
-        Returns:
-            A token for `arrived`, and a handle on each chunk, to be read when it has arrived.
-        """
+        """Let another relay read this publication, which comes here too if it is not here. Returns a token for
+        `arrived`, and a handle on each chunk, to be read when it has arrived."""
         slot = await self._slot_of(publication)
         if self._host not in publication.hosts:
             self._transfer(slot)
@@ -177,9 +165,8 @@ class WeightRelay(ConnectedActor):
                 if before.publication == publication:
                     return before
                 if before.publication.serial > publication.serial:
-                    name = f"{publication.channel} {publication.version}"
-                    raise WeightsError(f"{name} is gone: on {self._host} {before.name} has its place")
-                before.fail(WeightsError(f"{before.name} is gone: a later publication has its place"))
+                    raise WeightsError(f"{publication} is gone: on {self._host} {before.publication} has its place")
+                before.fail(WeightsError(f"{before.publication} is gone: a later publication has its place"))
                 if before.bringing is not None:
                     before.bringing.cancel()
             slot = await asyncio.to_thread(self._prepare, publication, before)
@@ -194,8 +181,7 @@ class WeightRelay(ConnectedActor):
     def _prepare(self, publication: Publication, before: _Slot | None) -> _Slot:
         """Memory for a publication, that of the one before it if it can be. In a thread, because Monarch does not
         register memory in an event loop."""
-        name, nbytes = f"{publication.channel} {publication.version}", publication.manifest.nbytes
-        file = segment_at(publication.location)
+        nbytes, file = publication.manifest.nbytes, segment_at(publication.location)
         if self._host not in publication.hosts:
             if before is not None and _is_at(before.file, before.identity) and len(before.memory) >= nbytes:
                 file = before.file
@@ -208,9 +194,9 @@ class WeightRelay(ConnectedActor):
             try:
                 memory, identity = map_segment(file)
             except FileNotFoundError as error:
-                raise WeightsError(f"{name} is gone: there is no {file}") from error
+                raise WeightsError(f"{publication} is gone: there is no {file}") from error
         if len(memory) < nbytes:
-            raise WeightsError(f"{name}: {file} holds {len(memory)} bytes, its manifest says {nbytes}")
+            raise WeightsError(f"{publication}: {file} holds {len(memory)} bytes, its manifest says {nbytes}")
         slot = _Slot(publication, next(self._tokens), file, identity, memory, [], [])
         if before is not None and memory is before.memory and nbytes == before.publication.manifest.nbytes:
             slot.handles = before.handles
@@ -238,7 +224,7 @@ class WeightRelay(ConnectedActor):
         try:
             sources = [host for host in slot.publication.hosts if host in self._relays]
             if not sources:
-                raise WeightsError(f"{slot.name} is on no host that is left")
+                raise WeightsError(f"{slot.publication} is on no host that is left")
             holders = sources if again else list(dict.fromkeys((self._parent(sources), *sources)))
             await self._fetch_from_any(slot, holders)
             if slot.file != (final := segment_at(slot.publication.location)):
@@ -263,8 +249,8 @@ class WeightRelay(ConnectedActor):
             except Exception as error:  # whatever is raised about a process that is gone
                 causes = error.exceptions if isinstance(error, ExceptionGroup) else [error]
                 reasons.append(f"{holder}: {type(causes[0]).__name__}: {str(causes[0]).partition(chr(10))[0]}")
-                _log.warning("%s does not come from %s", slot.name, reasons[-1])
-        raise WeightsError(f"{slot.name} did not come to {self._host}: {'; '.join(reasons)}")
+                _log.warning("%s does not come from %s", slot.publication, reasons[-1])
+        raise WeightsError(f"{slot.publication} did not come to {self._host}: {'; '.join(reasons)}")
 
     async def _fetch(self, slot: _Slot, holder: str) -> None:
         """Fetch what is missing from this host, some chunks at a time."""
@@ -303,11 +289,6 @@ class RelayClient(MeshClient):
     files of the host's owner."""
 
     actor_class = WeightRelay
-
-
-def _chunk_bytes(nbytes: int) -> int:
-    """The same on every host."""
-    return max(LEAST_CHUNK_BYTES, -(-nbytes // MOST_CHUNKS))
 
 
 def _unfinished(final: Path) -> Path:

@@ -21,7 +21,7 @@ from titan_rl.actors.sample_stores import StoreKeeper
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size
 from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
-from titan_rl.errors import ActorFailed, ActorGone, GroupStopped, RequestLost, SharedMemoryFull
+from titan_rl.errors import ActorGone, GroupStopped, RequestLost, SharedMemoryFull
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.metrics.activity import activity
 from titan_rl.metrics.rollout_record import RolloutRecord
@@ -49,9 +49,8 @@ class RolloutWorker(StoreKeeper):
         max_bytes = config.data_plane.store_mib << 20
         super().__init__(SampleStore(f"{mesh}.{os.getpid()}", owner_pid=owner_pid(), max_bytes=max_bytes))
         self._config = config
-        self._mesh = mesh
         self._runner = GroupRunner(config, model_path=model_path, imports=imports)
-        self._router: RouterClient | None = None
+        self._router = RouterClient(seconds=config.placement.start_seconds, who=mesh, replaced_within=None)
         self._gateway: RolloutGatewayClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()
         self._trained: dict[int, GroupResult] = {}  # by id of each stored sample
@@ -59,13 +58,9 @@ class RolloutWorker(StoreKeeper):
 
     @endpoint
     async def setup(self, router: Any, gateway: Any = None) -> tuple[int, str, TaskInfo]:
-        """Start the child process that runs user code.
-
-        Returns:
-            This process's id, the name of its store, and what the environment says about itself.
-        """
-        placement = self._config.placement
-        self._router = RouterClient(router, seconds=placement.start_seconds, who=self._mesh, replaced_within=None)
+        """Start the child process that runs user code. Returns this process's id, the name of its store, and what the
+        environment says about itself."""
+        self._router.replace([router])
         timeline.follow(self._waits_for)
         if gateway is not None:
             self._gateway = RolloutGatewayClient(gateway, replaced_within=None)
@@ -74,7 +69,7 @@ class RolloutWorker(StoreKeeper):
     @endpoint
     async def set_peers(self, router: Any = None, gateway: Any = None) -> None:
         """None: the one before is still there."""
-        if router is not None and self._router is not None:
+        if router is not None:
             self._router.replace([router])
         if gateway is not None and self._gateway is not None:
             self._gateway.replace([gateway])
@@ -97,11 +92,8 @@ class RolloutWorker(StoreKeeper):
     @endpoint
     async def describe(self, purpose: Purpose, wanted: tuple[tuple[int, RolloutRecord], ...]) -> list[RolloutRecord]:
         """Those that are known here. They are looked up before the first await, so that a `release` right behind this
-        call comes after it.
-
-        Args:
-            wanted: the id of any sample of the group, or, of an evaluation, the group's id; and the rollout in numbers.
-        """
+        call comes after it. `wanted`: the id of any sample of the group, or, of an evaluation, the group's id; and the
+        rollout in numbers."""
         evaluated = purpose is Purpose.EVALUATE
         known = self._evaluated if evaluated else self._trained
         found = [(known[key], rollout) for key, rollout in wanted if key in known]
@@ -140,44 +132,40 @@ class RolloutWorker(StoreKeeper):
     @endpoint
     async def close(self) -> None:
         await self._runner.close()
-        if self._router is not None:
-            await self._router.disconnect()
+        await self._router.disconnect()
         if (held := self._store.close()).samples:
             _log.info("given up at the end: %s", held)
 
     def _waits_for(self) -> str:
         """For whom all that is played here waits."""
-        if self._router is not None and self._router.waits:
+        if self._router.waits:
             return "generators"
         if self._runner.pool.busy:
             return "environment"
         return "programs" if self._playing else "slots"
 
     def _begin(self, request: GroupRequest) -> asyncio.Task[GroupResult]:
-        if self._router is None:
-            raise ActorFailed("the rollout worker was called before setup")
-        router = self._router
         sessions: set[str] = set()
 
         async def generate(asked: GenerationRequest) -> Completion:
             if asked.session_id is not None:
                 sessions.add(asked.session_id)
             try:
-                return await router.generate(asked)
+                return await self._router.generate(asked)
             except RequestLost as error:  # a fault of engines has no reward: the group is played again
                 raise ActorGone(str(error)) from error
 
         task = asyncio.get_running_loop().create_task(self._runner.run_group(request, generate))
         self._playing.add(task)
         task.add_done_callback(self._playing.discard)
-        task.add_done_callback(lambda _: router.end_sessions(sessions))
+        task.add_done_callback(lambda _: self._router.end_sessions(sessions))
         return task
 
     async def _report(self, request: GroupRequest, result: GroupResult) -> GroupReport:
         """Store and report a finished group's samples: both or neither. `stop_groups` no longer reaches it."""
         for rollout in result.rollouts:
             if rollout.error:
-                _log.warning("%s sample %d: %s", request, rollout.sample, rollout.error)
+                _log.warning("%s sample %d: %s: %s", request, rollout.sample, rollout.failure, rollout.error)
         aside = sum(encoded_size(len(sample.token_ids)) for sample in result.samples) >= _AWAY_FROM_LOOP
         until = time.monotonic() + ROOM_SECONDS
         while True:

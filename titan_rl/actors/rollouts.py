@@ -31,7 +31,7 @@ from typing import Any, ParamSpec, TypeVar
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
-from titan_rl.errors import ActorFailed, ActorGone, GatewayGone, TaskError, TitanError
+from titan_rl.errors import ActorFailed, ActorGone, GatewayGone, InfrastructureFailed, TitanError
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport, unplayed
@@ -67,14 +67,6 @@ class RolloutWorkerClient(MeshClient):
         """Held while a group that may end the worker is played."""
         self._rollouts = rollouts
         self._releases: set[asyncio.Task[Any]] = set()
-
-    def replace(self, actors: Sequence[Any]) -> None:
-        self._on_lost("it was replaced")
-        super().replace(actors)
-
-    def lose(self, reason: str) -> None:
-        super().lose(reason)
-        self._on_lost(reason)
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
         call = self.ranks[0].call(None, RolloutWorker.run_group, request)
@@ -142,12 +134,8 @@ class Suspects:
         return group in self._losses and self._losses[group].with_worker >= SUSPECTED
 
     def lost(self, group: Hashable, *, with_worker: bool, alone: bool) -> bool:
-        """A group was lost. Returns whether it is to blame.
-
-        Args:
-            with_worker: its worker is lost too.
-            alone: its worker played no other group meanwhile.
-        """
+        """A group was lost. Returns whether it is to blame. `with_worker`: its worker is lost too. `alone`: its worker
+        played no other group meanwhile."""
         suspect = group in self
         losses = self._losses.setdefault(group, _Losses(ended_before=self._ended))
         losses.counted += (alone or self._ended > losses.ended_before) and (suspect or not with_worker)
@@ -169,11 +157,7 @@ class RolloutWorkers:
     waits for one."""
 
     def __init__(self, *, workers: int, start_seconds: float, step_seconds: float) -> None:
-        """
-        Args:
-            start_seconds: bound on `setup` and `close` of a worker.
-            step_seconds: bound on any other call.
-        """
+        """`start_seconds`: bound on `setup` and `close` of a worker; `step_seconds`: on any other call."""
         self.start_seconds = start_seconds
         self.step_seconds = step_seconds
         self.workers = [RolloutWorkerClient(f"rollout{number}", self) for number in range(workers)]
@@ -222,7 +206,7 @@ class RolloutWorkers:
             if isinstance(error, GatewayGone) or not self._suspects.lost(group, with_worker=with_worker, alone=alone):
                 raise
             why = f"{request} ends what plays it, {GUILTY} times in a row, and others do not: {error}"
-            return unplayed(request, TaskError(why))
+            return unplayed(request, InfrastructureFailed(why))
         self._suspects.ended(group)
         return report
 
@@ -253,13 +237,9 @@ class RolloutWorkers:
         await self._all(RolloutWorker.stop_groups, dict.fromkeys(self.stores, ()))
 
     async def describe(self, chosen: Sequence[RolloutRecord], reports: Sequence[GroupReport]) -> list[RolloutRecord]:
-        """These rollouts with their texts and tokens, in their order, as far as their workers know: of training until
-        the samples are released, of an evaluation until the first call. Never raises a TitanError.
-
-        Args:
-            chosen: all of training, or all of one evaluation.
-            reports: of their groups.
-        """
+        """The chosen rollouts, all of training or all of one evaluation, with their texts and tokens, in their order,
+        as far as their workers know: of training until the samples are released, of an evaluation until the first call.
+        Never raises a TitanError. `reports`: of their groups."""
         if not chosen:
             return []
         purpose = chosen[0].purpose
@@ -288,11 +268,8 @@ class RolloutWorkers:
         return await self._all(RolloutWorker.release, {store: (ids,) for store, ids in batch.stored_ids.items()})
 
     async def take_over(self, reports: Iterable[GroupReport]) -> list[GroupReport]:
-        """Store the samples of reported groups that lie in files. The caller owns those of the returned reports.
-
-        Raises:
-            SampleError: one is missing or damaged.
-        """
+        """Store the samples of reported groups that lie in files. The caller owns those of the returned reports. Raises
+        SampleError: one is missing or damaged."""
 
         async def store(number: int, report: GroupReport) -> GroupReport:
             # here, because a worker's host need not see the files

@@ -42,12 +42,8 @@ class GeneratorRouter(RequestServer):
         serving: int | None = None,
         awaited: Collection[str] = (),
     ) -> None:
-        """
-        Args:
-            generators: name → handle of rank 0 of that generator. They may have served another router before.
-            serving: generators in service; the others are spares. None: all are.
-            awaited: names of further ones that are being replaced and will join.
-        """
+        """`generators`: rank 0 of each, by name; they may have served another router before. `serving`: so many are in
+        service, and the others are spares; None: all. `awaited`: names of further ones that will join."""
         super().__init__()
         self.config = config
         self._strategy = build_strategy(config)
@@ -72,23 +68,20 @@ class GeneratorRouter(RequestServer):
             self.run(self._accept, requests)
 
     def stop_requests(self, request_ids: Sequence[str]) -> None:
-        self.run(self._stop, request_ids)
-
-    def _stop(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
-            outcome = self.dispatcher.abort(request_id)
-            if isinstance(outcome, Assignment):
-                self._abort([outcome])
-            elif outcome is not None:
-                self.answer([outcome])
+            self.run(self._stop, request_id)
+
+    def _stop(self, request_id: str) -> None:
+        outcome = self.dispatcher.abort(request_id)
+        if isinstance(outcome, Assignment):
+            self._abort([outcome])
+        elif outcome is not None:
+            self.answer([outcome])
 
     @endpoint
     async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        self.run(self._end_sessions, session_ids)
-
-    def _end_sessions(self, session_ids: Sequence[str]) -> None:
         for session_id in session_ids:
-            self._strategy.end_session(session_id)
+            self.run(self._strategy.end_session, session_id)
 
     def _accept(self, requests: Sequence[GenerationRequest]) -> None:
         accepted: list[GenerationRequest] = []
@@ -109,12 +102,10 @@ class GeneratorRouter(RequestServer):
             to.setdefault(generator, []).append(attempt)
         for generator, attempts in to.items():
             self.generators[generator].send(attempts)
-        at = self.dispatcher.wake_at
-        if self._timer is not None and self._timer.when() != at:
+        if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if at is not None and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_at(at, self.run, self._on_timer)
+        at, loop = self.dispatcher.wake_at, asyncio.get_running_loop()
+        self._timer = None if at is None else loop.call_at(at, self.run, self._on_timer)
         failures = self.dispatcher.failures()
         if self.fleet.is_given_up:
             error = GeneratorFailed(f"every generator is dead ({self.fleet.describe()})")
@@ -126,7 +117,6 @@ class GeneratorRouter(RequestServer):
             self.generators[each.generator].abort([each.request.request_id])
 
     def _on_timer(self) -> None:
-        self._timer = None
         self._abort(self.dispatcher.overdue(self._now()))
         self._send(self.dispatcher.reconsider(self._now()))
 
@@ -236,11 +226,8 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def serve(self) -> None:
-        """Return when the router was closed. An open call of this endpoint is the failure channel.
-
-        Raises:
-            ActorFailed: the router has ended by itself.
-        """
+        """Return when the router was closed: an open call of this endpoint is the failure channel. Raises ActorFailed:
+        the router has ended by itself."""
         try:
             await self.until(lambda: False)
         except ActorGone as error:  # a caller would take that for the end of the process, which lives

@@ -47,10 +47,7 @@ class StoreKeeper(ConnectedActor):
     @endpoint
     async def expose(self, ids: tuple[int, ...]) -> tuple[RDMABuffer, int]:
         """Make stored samples readable from other hosts until `withdraw`, or until nobody can be reading them any more.
-
-        Returns:
-            A handle on a buffer with the samples' encodings one after the other, and a token for `withdraw`.
-        """
+        Returns a handle on a buffer with the samples' encodings one after the other, and a token for `withdraw`."""
 
         def register() -> tuple[RDMABuffer, np.ndarray, float]:
             content = self._store.read(ids)
@@ -73,10 +70,8 @@ class AnyHostSource:
     """A `SampleSource` that reads stores wherever they are.
 
     Make it in an actor's event loop; its threads then call the stores through that loop, and Monarch's transfers need
-    that actor's context.
-
-    Args:
-        stores: handles of `StoreKeeper`s on other hosts, by the names of their stores. Any other store is on this one.
+    that actor's context. `stores`: handles of `StoreKeeper`s on other hosts, by the names of their stores; any other
+    store is on this host.
     """
 
     def __init__(self, stores: Mapping[str, Any]) -> None:

@@ -17,18 +17,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import write_samples
 from titan_rl.errors import CheckpointError, StorageError, TrainingError
 from titan_rl.metrics.activity import activity
 from titan_rl.metrics.timeline import Pulse, timeline
-from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan
 from titan_rl.policy.token_score_recorder import SampleName, TokenScoreRecorder, TokenScores
 from titan_rl.processes import HOST, RENDEZVOUS, open_rendezvous, owner_pid
 from titan_rl.rpc.connection import ConnectedActor, RemoteMethod, endpoint
 from titan_rl.types import PolicyVersion, TrainingSample
-from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication, TensorShard
 
 if TYPE_CHECKING:
@@ -55,29 +54,22 @@ class CallQueue:
         self._rank = rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._next = 0
-        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._early: dict[int, tuple[Callable[[], Any], asyncio.Future[asyncio.Future[Any]]]] = {}  # with their results
 
     async def run(self, sequence: int, work: Callable[[], T]) -> T:
-        """Run `work` after all calls with a smaller number and return its result.
-
-        Raises:
-            TrainingError: the number was used before.
-        """
-        if sequence < self._next or sequence in self._turns:
+        """Run `work` after all calls with a smaller number. Raises TrainingError: the number was used before."""
+        if sequence < self._next or sequence in self._early:
             raise TrainingError(
                 f"trainer rank {self._rank} got call {sequence} again (next is {self._next}); calls are numbered once"
             )
         loop = asyncio.get_running_loop()
-        if sequence > self._next:
-            self._turns[sequence] = loop.create_future()
-            await self._turns[sequence]
-            del self._turns[sequence]
-        # Queue the work before the turn passes on: the thread runs calls in the order in which they are queued here.
-        running = loop.run_in_executor(self._thread, work)
-        self._next += 1
-        if (waiting := self._turns.get(self._next)) is not None:
-            waiting.set_result(None)
-        return await running
+        turn: asyncio.Future[asyncio.Future[T]] = loop.create_future()
+        self._early[sequence] = work, turn
+        while self._next in self._early:  # the thread runs calls in the order in which they are queued here
+            due, its_turn = self._early.pop(self._next)
+            its_turn.set_result(loop.run_in_executor(self._thread, due))
+            self._next += 1
+        return await (await turn)
 
 
 def in_order(method: Callable[Concatenate[Any, P], T]) -> RemoteMethod[Concatenate[int, P], T]:
@@ -101,41 +93,15 @@ class PolicyTrainer(ConnectedActor):
     """One rank: a `PolicyUpdater` and a publisher of its weights. The endpoints are the calls of `TrainerClient`, which
     documents them."""
 
-    def __init__(
-        self,
-        config: TrainerConfig,
-        weights: WeightsConfig,
-        *,
-        model_path: str,
-        served_dtype: str,
-        temperature: float,
-        total_steps: int,
-        device: str,
-        seed: int,
-        copies: bool,
-        hosts: Sequence[str] = (),
-    ) -> None:
-        """
-        Args:
-            served_dtype: dtype that generators compute with; weights are published in it.
-            temperature: sampling temperature of the generators.
-            total_steps: length of the learning-rate schedule.
-            copies: keep a copy of the state in shared memory; ranks that replace these go on from it.
-            hosts: of every rank, by rank, where there are several.
-        """
+    def __init__(self, config: RunConfig, *, model_path: str, device: str, hosts: Sequence[str] = ()) -> None:
+        """`hosts`: of every rank, by rank, where there are several."""
         self._config = config
-        self._weights = weights
         self._model_path = Path(model_path)
-        self._served_dtype = served_dtype
-        self._temperature = temperature
-        self._total_steps = total_steps
         self._device = device
-        self._seed = seed
         self._hosts = hosts
         self._rank = int(os.environ["RANK"])
         self._updater: PolicyUpdater | None = None
         self._publisher: SharedMemoryPublisher | None = None
-        self._keeps_copies = copies
         self._copies: StateCopies | None = None
         self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
         self._in_step = 0  # the thread that makes a step
@@ -160,12 +126,8 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def setup(self, incarnation: int, published: tuple[Publication, ...], rendezvous: str) -> int:
-        """Build the model, load its weights, make the optimizer. Returns this process's id.
-
-        Args:
-            published: what the ranks before these left live.
-            rendezvous: what rank 0 has opened.
-        """
+        """Build the model, load its weights, make the optimizer. Returns this process's id. `published`: what the ranks
+        before these left live. `rendezvous`: what rank 0 has opened."""
         os.environ[RENDEZVOUS] = rendezvous
         # Imported here: the controller imports this module and has no use for torch.
         import torch
@@ -178,21 +140,22 @@ class PolicyTrainer(ConnectedActor):
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # torch may have been imported before a fork
         started = time.monotonic()
+        config, ranks = self._config, self._config.trainer.ranks
         self._updater = PolicyUpdater(
-            self._config,
+            config.trainer_settings(),
             model_path=self._model_path,
-            temperature=self._temperature,
-            total_steps=self._total_steps,
+            temperature=config.rollout.sampling.temperature,
+            total_steps=max(1, config.loop.steps),
             device=self._device,
-            seed=self._seed,
+            seed=config.seed,
         )
         self._updater.incarnation = incarnation
-        if self._keeps_copies:
+        if config.checkpoint.in_memory:
             here = self._hosts.count(os.environ[HOST]) if self._hosts else 0
-            self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=self._config.ranks, here=here)
-        group = dist.group.WORLD if self._config.ranks > 1 else None
+            self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=ranks, here=here)
+        group, max_live = dist.group.WORLD if ranks > 1 else None, config.weights_settings().max_live
         self._publisher = SharedMemoryPublisher(
-            channel=CHANNEL, rank=self._rank, group=group, max_live=self._weights.max_live, hosts=self._hosts
+            channel=CHANNEL, rank=self._rank, group=group, max_live=max_live, hosts=self._hosts
         )
         self._publisher.adopt(published)
         if self._device == "cpu":
@@ -202,10 +165,7 @@ class PolicyTrainer(ConnectedActor):
 
     @endpoint
     async def set_peers(self, sequence: int, stores: dict[str, tuple[str, Any]]) -> None:
-        """
-        Args:
-            stores: by name, the host of a store and the handle of its rollout worker.
-        """
+        """`stores`: by name, the host of a store and the handle of its rollout worker."""
         from titan_rl.actors.sample_stores import AnyHostSource
 
         here = os.environ.get(HOST)
@@ -227,7 +187,7 @@ class PolicyTrainer(ConnectedActor):
     @in_order
     def freeze_reference(self) -> str:
         """Returns why no copies of the state are kept from now on; empty if they are."""
-        if self._config.kl.coefficient:
+        if self._config.trainer.kl.coefficient:
             self._ready().freeze_reference()
         return self._copy(reference=True)
 
@@ -332,7 +292,8 @@ class PolicyTrainer(ConnectedActor):
         timeline.doing("publish")
         updater, publisher = self._ready(), self._publisher
         assert publisher is not None
-        return publisher.publish(version, shards, dtype=getattr(torch, self._served_dtype), aliases=updater.aliases)
+        served_dtype = getattr(torch, self._config.generator.dtype)
+        return publisher.publish(version, shards, dtype=served_dtype, aliases=updater.aliases)
 
     def _copy(self, *, reference: bool = False) -> str:
         """Copy the state in memory; returns why that cannot be done. Then it is not tried again."""

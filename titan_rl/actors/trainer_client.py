@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from titan_rl.actors.trainer import PolicyTrainer
+from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, RollbackNeeded
-from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.packing import PackingPlan, plan_step
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.rpc.connection import RemoteMethod
@@ -45,27 +45,23 @@ class TrainerClient(MeshClient):
 
     def __init__(
         self,
-        config: TrainerConfig,
+        config: RunConfig,
         *,
         start_seconds: float,
-        step_seconds: float,
-        host_seconds: float = 0.0,
         on_hung: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """
         Args:
             start_seconds: bound on `setup` and `restore`.
-            step_seconds: bound on any other call.
-            host_seconds: how long the loss of a rank's host may go unnoticed.
             on_hung: told of a call that was not answered within its bound. Its ranks, stuck in a collective, are of no
                 use any more: they must be ended and replaced.
             say: told once if there is no room for copies of the state.
         """
         super().__init__("trainer", start_seconds=start_seconds)
-        self._config = config
-        self._step_seconds = step_seconds
-        self._news_seconds = host_seconds + NEWS_SECONDS
+        self._config, where = config.trainer, config.placement
+        self._step_seconds = where.step_seconds  # bound on any other call
+        self._news_seconds = NEWS_SECONDS + (where.host_seconds if where.several_hosts else 0)
         self._on_hung = on_hung
         self._say = say
         self._sequence = 0
@@ -119,13 +115,8 @@ class TrainerClient(MeshClient):
             raise RollbackNeeded(self._state_lost)
 
     async def train_step(self, batch: SampleBatch, recorder: TokenScoreRecorder | None = None) -> dict[str, float]:
-        """Train one optimizer step. The packing is planned here, from lengths alone; each rank fetches its own samples.
-
-        Args:
-            recorder: collects the scores of the samples that it names.
-
-        Returns:
-            Plain numbers, the same on every rank: loss, grad_norm, lr, entropy, clip_share, trained_tokens, …
+        """Train one optimizer step; returns its metrics. The packing is planned here, from lengths alone; each rank
+        fetches its own samples. `recorder`: collects the scores of the samples that it names.
 
         Raises:
             SamplesLost: samples are missing or damaged; the weights are untouched.
@@ -135,7 +126,7 @@ class TrainerClient(MeshClient):
         recorder = recorder or TokenScoreRecorder()
         answers = await self._step(PolicyTrainer.train_step, batch, recorder.names)
         for _, scores in answers:
-            recorder.update(scores)
+            recorder.scores.update(scores)
         self.version, self._as_loaded = PolicyVersion(self.version.incarnation, self.version.step + 1), False
         return answers[0][0]
 
@@ -169,29 +160,20 @@ class TrainerClient(MeshClient):
         return (await self._again(self._call(self._step_seconds, PolicyTrainer.save, str(directory))))[0]
 
     async def begin_checkpoint(self, directory: Path, step: int, samples: SampleBatch) -> None:
-        """Copy in memory the trainer's state after `step` and these samples. Returns when training may go on.
-
-        Raises:
-            TrainingError: the trainer is at another step: nobody heard how the last one ended.
-            SampleError, StorageError, ActorGone: a sample or the directory cannot be had, or the trainer died.
-        """
+        """Copy in memory the trainer's state after `step` and these samples. Returns when training may go on. Raises
+        TrainingError: the trainer is at another step, because nobody heard how the last one ended; SampleError,
+        StorageError, ActorGone: a sample or the directory cannot be had, or the trainer died."""
         await self._once(self._call(self._step_seconds, PolicyTrainer.begin_checkpoint, str(directory), step, samples))
 
     async def finish_checkpoint(self, directory: Path, publications: tuple[Publication, ...]) -> None:
-        """Write what was copied, and these live publications, to `directory`. Other calls go on meanwhile.
-
-        Raises:
-            StorageError, WeightsError, ActorGone: it could not be written.
-        """
+        """Write what was copied, and these live publications, to `directory`. Other calls go on meanwhile. Raises
+        StorageError, WeightsError, ActorGone: it could not be written."""
         endpoint = PolicyTrainer.finish_checkpoint
         await self.call_all(self._step_seconds, endpoint, str(directory), publications)
 
     async def restore(self, directory: Path, incarnation: int) -> None:
-        """Go on as this incarnation from the state in `directory`, which any layout of ranks has written.
-
-        Raises:
-            CheckpointError: it cannot be read, or is of another policy.
-        """
+        """Go on as this incarnation from the state in `directory`, which any layout of ranks has written. Raises
+        CheckpointError: it cannot be read, or is of another policy."""
         self.version, self._as_loaded, self._state_lost = PolicyVersion(incarnation, 0), True, ""
         answers = await self._again(self._call(self.start_seconds, PolicyTrainer.restore, str(directory), incarnation))
         self.version, self._as_loaded = PolicyVersion(incarnation, answers[0][0]), False
@@ -253,12 +235,8 @@ class TrainerClient(MeshClient):
         return await self.retry_on_replacement(lambda: self._once(call, needs_state=needs_state))
 
     async def _once(self, call: RankCall[T], *, needs_state: bool = True) -> list[T]:
-        """Call every rank, if they are there, and have the state if that is needed.
-
-        Raises:
-            RollbackNeeded: they do not have it.
-            ActorGone: they are not there, or one died or hung before all had answered.
-        """
+        """Call every rank. Raises RollbackNeeded: they do not have the state, and it is needed; ActorGone: they are not
+        there, or one died or hung before all had answered."""
         if self._gone:
             raise ActorGone(self._gone)
         if needs_state:

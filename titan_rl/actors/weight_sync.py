@@ -77,7 +77,6 @@ class WeightSync:
         self._generators = router.generators
         self.plan = VersionPlan(self._fleet, config)
         self._publications: dict[PolicyVersion, Publication] = {}  # of the wanted versions
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def want(self, wanted: Sequence[Publication], *, served: bool = False) -> None:
         """These are to be served, and no others. `served`: they were, by a router before this one."""
@@ -90,9 +89,8 @@ class WeightSync:
         """Begin the changes of weights that can begin."""
         for name in self.plan.begin(self._dispatcher):
             generator = self._generators[name]
-            task = generator.sync = asyncio.get_running_loop().create_task(self._change(generator))
-            self._tasks.add(task)
-            task.add_done_callback(self._ended)
+            generator.sync = asyncio.get_running_loop().create_task(self._change(generator))
+            generator.sync.add_done_callback(self._ended)
 
     def is_settled(self, version: PolicyVersion) -> bool:
         """Whether the version is served or lost, and nobody is on the way to it."""
@@ -111,11 +109,8 @@ class WeightSync:
         return FleetPull(version=version, reports=reports, failures=failures)
 
     async def wake_up(self, name: str) -> PullReport:
-        """Let a sleeping generator pull and serve again. Raises also the error of its pull.
-
-        Raises:
-            GeneratorNotServing: it is not asleep, or no weights were published yet.
-        """
+        """Let a sleeping generator pull and serve again. Raises the error of its pull; GeneratorNotServing: it is not
+        asleep, or no weights were published yet."""
         if not self.plan.wanted:
             raise GeneratorNotServing(f"{name} cannot be woken: there are no weights to pull yet")
         self._fleet[name].wake()
@@ -131,9 +126,10 @@ class WeightSync:
 
     async def stop(self) -> None:
         """Cancel the changes that are under way."""
-        for task in self._tasks:
+        tasks = [generator.sync for generator in self._generators.values() if generator.sync is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _counted(self, version: PolicyVersion) -> PolicyVersion:
         """The version itself, or, if it is not wanted any more, the newest that is."""
@@ -216,6 +212,5 @@ class WeightSync:
         generator.connection.tell(Generator.fail, reason)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled():
             self._router.run(task.result)

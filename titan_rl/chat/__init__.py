@@ -13,15 +13,11 @@ def make_renderer(name: str, model_path: str | Path, settings: Mapping[str, Any]
     """The renderer that `rollout.renderer` names, for the tokenizer in `model_path`. Raises ConfigError: there is no
     tokenizer, or no such renderer."""
     if name == "auto":
-        name = "chat" if _has_chat_template(Path(model_path)) else "symbols"
+        directory = Path(model_path)
+        template = read_json(directory / "tokenizer_config.json").get("chat_template")
+        name = "chat" if template or (directory / "chat_template.jinja").is_file() else "symbols"
     if name == "symbols":
         if settings:
             raise ConfigError(f"rollout.renderer_kwargs {dict(settings)} are for chat renderers; this one is 'symbols'")
         return SymbolRenderer(model_path)
     return ChatRenderer(model_path, name, settings)
-
-
-def _has_chat_template(directory: Path) -> bool:
-    return (directory / "chat_template.jinja").is_file() or bool(
-        read_json(directory / "tokenizer_config.json").get("chat_template")
-    )

@@ -27,14 +27,9 @@ MOST_SPACES = 2
 
 
 class ChatRenderer:
-    """A chat format of the library `renderers`. Raises ConfigError: the library is not installed, or does not know the
-    name or a setting.
-
-    Args:
-        model_path: Hugging Face directory.
-        name: renderer of that library, or "chat": by the checkpoint's model type.
-        settings: the renderer's own settings, such as `enable_thinking`.
-    """
+    """A chat format of the library `renderers`: its renderer of that `name`, for "chat" the one of the checkpoint's
+    model type. `settings`: the renderer's own, such as `enable_thinking`. Raises ConfigError: the library is not
+    installed, or does not know the name or a setting."""
 
     def __init__(self, model_path: str | Path, name: str = "chat", settings: Mapping[str, Any] | None = None):
         renderers = import_package("renderers", for_what=f"rollout.renderer {name!r}", install="renderers")

@@ -22,8 +22,6 @@ _MOST = 1 << 31
 
 
 class MessageRenderer:
-    """Renders messages as tokens, each of which stands for a whole one."""
-
     vocab_size = _MOST
     stop_token_ids: tuple[int, ...] = (END,)
     longest_token = _MOST

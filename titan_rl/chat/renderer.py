@@ -94,10 +94,6 @@ class SymbolRenderer:
     - If it has `<unknown>`, that is what the policy reads where a reply to it (of a tool, a task or a program) has
       characters without a symbol: a reply that nobody foresaw costs its reward, and not the rollout. What it is asked
       first must be written in full.
-
-    Args:
-        model_path: directory with tokenizer.json, and the stop token's name in tokenizer_config.json or its id in
-            generation_config.json or config.json.
     """
 
     def __init__(self, model_path: str | Path):

@@ -5,9 +5,7 @@ one text are either all trained or all held out.
 """
 
 import json
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,6 @@ from titan_rl.types import Message
 HELD_OUT_SHARE = 10
 """One prompt in so many is held out."""
 
-_ENUMERABLE = 10_000
-"""If a task has at most this many texts, all are enumerated; if it has more, some are drawn."""
-
 
 def is_held_out(text: str) -> bool:
     """By a hash that is the same in every process and easy to compute elsewhere: h = (h * 131 + ord(c)) mod 1000003."""
@@ -28,29 +23,6 @@ def is_held_out(text: str) -> bool:
     for character in text:
         value = (value * 131 + ord(character)) % 1_000_003
     return value % HELD_OUT_SHARE == 0
-
-
-def training_text(stream: random.Random, symbols: str, length: int) -> str:
-    """The stream's next text of `length` symbols that is not held out."""
-    while True:
-        text = "".join(stream.choices(symbols, k=length))
-        if not is_held_out(text):
-            return text
-
-
-def held_out_texts(stream: random.Random, symbols: str, length: int, count: int) -> list[str]:
-    """`count` different held-out texts of `length` symbols; fewer where there are fewer, or would be hard to find."""
-    possible = len(symbols) ** length
-    if possible <= _ENUMERABLE:
-        texts = [text for text in map("".join, product(symbols, repeat=length)) if is_held_out(text)]
-        return stream.sample(texts, count) if len(texts) > count else texts
-    drawn: dict[str, None] = {}  # a dict keeps the order of drawing
-    # at most a tenth of the held-out texts, so that duplicates stay rare and the loop ends
-    while len(drawn) < min(count, possible // HELD_OUT_SHARE**2):
-        text = "".join(stream.choices(symbols, k=length))
-        if is_held_out(text):
-            drawn[text] = None
-    return list(drawn)
 
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
@@ -67,12 +39,10 @@ def read_rows(setting: str, rows: Rows) -> Iterator[tuple[str, Any]]:
         numbered = _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file)
     else:
         numbered = ((f"row {number}", row) for number, row in enumerate(rows, start=1))
-    nothing = True
-    for each in numbered:
-        nothing = False
-        yield each
-    if nothing:
+    if (first := next(numbered, None)) is None:
         raise ConfigError(f"{setting}: {rows} has no rows")
+    yield first
+    yield from numbered
 
 
 def _json_rows(file: Path) -> Iterator[tuple[str, Any]]:

@@ -51,9 +51,6 @@ Scores = float | Mapping[str, float]
 
 RewardFunction = Callable[[Example, Transcript], Scores | Awaitable[Scores]]
 
-GroupRewardFunction = Callable[[Example, Sequence[Transcript]], Sequence[float] | Awaitable[Sequence[float]]]
-"""One value per transcript, in their order."""
-
 
 LARGEST_REWARD = 1e30
 """Limit on the absolute value. A larger reward is a mistake in arithmetic: the squares that an advantage needs would
@@ -104,8 +101,9 @@ class Reward(_Weighted):
 
 @dataclass(frozen=True, slots=True)
 class GroupReward(_Weighted):
-    """One `GroupRewardFunction`, plain or `async def`, that compares the rollouts of a group: it is given those that
-    were played to their end (evaluation plays groups of one), and its values are added to their rewards."""
+    """One function of (example, transcripts), plain or `async def`, that compares the rollouts of a group: it is given
+    those that were played to their end (evaluation plays groups of one), and gives one value per transcript, in their
+    order, which is added to its reward."""
 
 
 def is_asynchronous(function: Callable[..., object]) -> bool:
@@ -199,34 +197,28 @@ class Rubric:
 
 def _weighted_sum(rewards: Sequence[_Weighted], numbers: Sequence[float]) -> float:
     total = sum([reward.weight * number for reward, number in zip(rewards, numbers, strict=True)])
-    if problem := _problem_of(total):
-        raise TaskError(f"the weighted sum of {', '.join(reward.label for reward in rewards)} is {problem}")
-    return total
+    return _checked(total, f"the weighted sum of {', '.join(reward.label for reward in rewards)} is")
 
 
 def number_of(reward: _Weighted | str, value: object, where: str = "") -> float:
     """A returned value as a score. `where`: in what `reward` returned, for messages. Raises TaskError: it is none."""
-    number = 0.0
+    what = f"{reward if isinstance(reward, str) else _described(reward)} returned{where}"
     if isinstance(value, (str, bytes)):
-        problem = f"{value!r}, which is text and not a number: return float(…) of it"
-    else:
-        try:
-            number = float(value)  # type: ignore[arg-type]
-            problem = _problem_of(number)
-        except (TypeError, ValueError):
-            problem = f"{value!r}, which is not a number"
-        except OverflowError:  # an integer of more than 308 digits
-            problem = "inf, which is not finite"
-    if problem:
-        who = reward if isinstance(reward, str) else _described(reward)
-        raise TaskError(f"{who} returned{where} {problem}")
-    return number
+        raise TaskError(f"{what} {value!r}, which is text and not a number: return float(…) of it")
+    try:
+        return _checked(float(value), what)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TaskError(f"{what} {value!r}, which is not a number") from None
+    except OverflowError:  # an integer of more than 308 digits
+        raise TaskError(f"{what} inf, which is not finite") from None
 
 
-def _problem_of(number: float) -> str:
+def _checked(number: float, what: str) -> float:
     if not math.isfinite(number):
-        return f"{number}, which is not finite"
-    return f"{number:g}, which is beyond {LARGEST_REWARD:g}; scale it" if abs(number) > LARGEST_REWARD else ""
+        raise TaskError(f"{what} {number}, which is not finite")
+    if abs(number) > LARGEST_REWARD:
+        raise TaskError(f"{what} {number:g}, which is beyond {LARGEST_REWARD:g}; scale it")
+    return number
 
 
 def _described(reward: _Weighted) -> str:

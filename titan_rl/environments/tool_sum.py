@@ -3,8 +3,7 @@
 The policy says `<tool>12+35</tool>`, the environment `<result>47</result>`, and the policy `47` and the end of its
 answer. For tokenizers of single symbols that have these four markers. The reward is for the sum alone, but adding is
 beyond a tiny policy: what it can learn is to use the tool. Most demonstrations answer at once with a random number, so
-a policy that learned from them rarely calls. Prompts whose sums `dataset.is_held_out` picks are neither trained on nor
-demonstrated.
+a policy that learned from them rarely calls.
 
 What counts as the answer is the policy's last message, known by where it came from: a `<result>` that the policy wrote
 itself is part of that message and makes it wrong.
@@ -18,7 +17,6 @@ from pathlib import Path
 from titan_rl.environments.base import (
     Demonstration,
     Endpoint,
-    Environment,
     Example,
     Message,
     Reward,
@@ -29,16 +27,12 @@ from titan_rl.environments.base import (
     Transcript,
     tool,
 )
-from titan_rl.environments.dataset import is_held_out
+from titan_rl.environments.copy import TextTask
 from titan_rl.environments.programs import run_script
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_package
-from titan_rl.seeding import derive_seed
 
 SMALLEST, LARGEST = 10, 99
-
-SCRIPT = Path(__file__).with_name("tool_sum_agent.py")
-"""Plays `tool_sum_openai`."""
 
 _SUM = re.compile(r"(\d{1,9})\+(\d{1,9})")
 
@@ -66,7 +60,7 @@ def tool_use(example: Example, transcript: Transcript) -> float:
     return float(any(message.role == "tool" for message in transcript.messages))
 
 
-class ToolSum(Environment):
+class ToolSum(TextTask):
     """The task. How many calls are answered is `rollout.max_turns` - 1.
 
     Args:
@@ -74,20 +68,23 @@ class ToolSum(Environment):
         seed: decides the training stream and the demonstrations, not the held-out prompts.
     """
 
+    name = "tool sum"
+
     def __init__(self, tool_share: float = 0.25, seed: int = 0):
         if not 0 <= tool_share <= 1:
             raise ConfigError(f"environment.kwargs.tool_share is a share and must be in 0..1, got {tool_share}")
+        super().__init__(seed)
         self.tool_share = tool_share
-        self.seed = seed
 
-    def example(self, index: int) -> Example:
-        return _example(*_training_pair(random.Random(derive_seed("tool sum", self.seed, index))))
+    def right(self, text: str) -> str:
+        return str(sum(map(int, text.split("+"))))
 
-    def held_out(self, count: int) -> list[Example]:
-        pairs = list(_held_out_pairs())
-        if len(pairs) > count:
-            pairs = random.Random(derive_seed("tool sum held out")).sample(pairs, count)
-        return [_example(*pair) for pair in pairs]
+    def draw(self, stream: random.Random) -> str:
+        return f"{stream.randint(SMALLEST, LARGEST)}+{stream.randint(SMALLEST, LARGEST)}"
+
+    def every(self) -> Iterator[str]:
+        numbers = range(SMALLEST, LARGEST + 1)
+        return (f"{first}+{second}" for first in numbers for second in numbers)
 
     def rubric(self) -> Rubric:
         return Rubric(exact_match, Reward(tool_use, weight=0.0))
@@ -99,22 +96,16 @@ class ToolSum(Environment):
         return "="  # the one symbol that no result contains: these tokenizers cannot write a sentence
 
     def demonstration(self, index: int) -> Demonstration:
-        stream = random.Random(derive_seed("tool sum demonstration", self.seed, index))
-        example = _example(*_training_pair(stream))
-        if stream.random() >= self.tool_share:
-            guess = str(stream.randint(2 * SMALLEST, 2 * LARGEST))
-            messages: tuple[Message, ...] = (Message("assistant", guess),)
-            return Demonstration(prompt=example.prompt, messages=messages, answer=example.answer)
-        expression = example.prompt[0].content.removesuffix("=")
-        return Demonstration(
-            prompt=example.prompt,
-            messages=(
-                Message("assistant", "", (ToolCall("calculate", {"expression": expression}),)),
-                Message("tool", example.answer),
-                Message("assistant", example.answer),
-            ),
-            answer=example.answer,
+        text, stream = self.training_text(index, " demonstration")
+        example = self.asked(text)
+        messages: tuple[Message, ...] = (
+            Message("assistant", "", (ToolCall("calculate", {"expression": text}),)),
+            Message("tool", example.answer),
+            Message("assistant", example.answer),
         )
+        if stream.random() >= self.tool_share:
+            messages = (Message("assistant", str(stream.randint(2 * SMALLEST, 2 * LARGEST))),)
+        return Demonstration(prompt=example.prompt, messages=messages, answer=example.answer)
 
 
 class ToolSumOpenAI(ToolSum):
@@ -127,20 +118,5 @@ class ToolSumOpenAI(ToolSum):
         import_package(module, for_what="a program of this environment", install="titan-rl[agents]")
 
     def play(self, example: Example, endpoint: Endpoint) -> str:
-        return run_script(SCRIPT, example.prompt[0].content, endpoint=endpoint)
-
-
-def _held_out_pairs() -> Iterator[tuple[int, int]]:
-    numbers = range(SMALLEST, LARGEST + 1)
-    return ((first, second) for first in numbers for second in numbers if is_held_out(f"{first}+{second}"))
-
-
-def _training_pair(stream: random.Random) -> tuple[int, int]:
-    while True:
-        first, second = stream.randint(SMALLEST, LARGEST), stream.randint(SMALLEST, LARGEST)
-        if not is_held_out(f"{first}+{second}"):
-            return first, second
-
-
-def _example(first: int, second: int) -> Example:
-    return Example(prompt=(Message("user", f"{first}+{second}="),), answer=str(first + second))
+        script = Path(__file__).with_name("tool_sum_agent.py")
+        return run_script(script, example.prompt[0].content, endpoint=endpoint)

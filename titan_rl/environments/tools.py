@@ -1,13 +1,5 @@
 """Functions that a policy may call, run in the environment's processes.
 
-    @tool
-    def weather(city: str, days: int = 1) -> str:
-        \"\"\"The weather forecast.
-
-        Args:
-            city: name of a city, in English
-        \"\"\"
-
 Name, description and JSON schema are those of the function's signature and docstring; pydantic makes the schema, and
 checks and converts the arguments of every call by it. Every call is answered by text that the policy reads next: what
 the function returned, or a sentence about what is wrong with the call (it could not be read, there is no such tool, its
@@ -15,19 +7,14 @@ arguments do not fit, or the function raised `ToolError`). Any other exception i
 rollout.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, TypeAlias, get_args, get_origin
 
 from titan_rl.environments.rubric import is_asynchronous
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import ToolCall, ToolSpec
-
-if TYPE_CHECKING:
-    import pydantic
 
 _STATE = "state of the rollout"
 State: TypeAlias = Annotated[Any, _STATE]
@@ -42,32 +29,59 @@ class ToolError(Exception):
     """A tool cannot do what it was asked to; its text is told to the policy."""
 
 
+def _is_state(kind: Any) -> bool:
+    return get_origin(kind) is Annotated and _STATE in kind.__metadata__
+
+
 class Tool:
     """A function that the policy may call, plain or `async def`: its parameters need type annotations, and it returns a
     text or a number. `@tool` makes it of a function. Calling it calls the function. Raises ConfigError: a parameter has
     no annotation, or one that JSON has no schema for."""
 
     def __init__(self, function: Callable[..., Any]):
+        from typing import NotRequired
+
+        from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, with_config
+        from pydantic.json_schema import GenerateJsonSchema
+        from typing_extensions import TypedDict
+
+        class WithoutTitles(GenerateJsonSchema):
+            def field_title_should_be_set(self, schema: Any) -> bool:
+                return False
+
         self.function = function
-        self._arguments, self.spec, self.of_state = _declared(function)
+        self.of_state: list[str] = []
+        """Its parameters of type `State`."""
+        name = getattr(function, "__name__", type(function).__name__)
+        text = inspect.getdoc(function) or ""
+        section = _ARGUMENTS.search(text)
+        about = {key: " ".join(said.split()) for key, said in _ARGUMENT.findall(section[1])} if section else {}
+        fields: dict[str, Any] = {}
+        try:
+            for parameter in inspect.signature(function, eval_str=True).parameters.values():
+                if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    raise ConfigError(f"tool {name}: it is called by name, and {parameter} cannot be")
+                if parameter.annotation is parameter.empty:
+                    raise ConfigError(f"tool {name}: parameter {parameter.name} has no type annotation")
+                kind = parameter.annotation
+                if _is_state(kind):
+                    self.of_state.append(parameter.name)
+                    continue
+                if any(map(_is_state, get_args(kind))):
+                    raise ConfigError(f"tool {name}: parameter {parameter.name} may be a State and something else")
+                if parameter.name in about:
+                    kind = Annotated[kind, Field(description=about[parameter.name])]
+                fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
+            Arguments = with_config(ConfigDict(extra="forbid"))(TypedDict(name, fields))  # type: ignore[operator]
+            self.arguments: Any = TypeAdapter(Arguments)  # checks and converts those of a call
+            schema = self.arguments.json_schema(schema_generator=WithoutTitles)
+        except (PydanticUserError, NameError, ValueError) as error:
+            raise ConfigError(f"tool {name}: its signature has no JSON schema ({error})") from error
+        schema.pop("title", None)
+        self.spec = ToolSpec(name, text[: section.start()].strip() if section else text, schema)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
-
-    async def answer(self, call: ToolCall, state: Any = None) -> str:
-        """What the function returns. Raises ToolError, TaskError, or whatever the function raises."""
-        from pydantic import ValidationError
-
-        try:
-            arguments: Any = self._arguments.validate_python(call.arguments)
-        except ValidationError as error:
-            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ToolError(f"the arguments of {self.spec.name} do not fit: {'; '.join(wrong)}") from None
-        result = self.function(**arguments, **dict.fromkeys(self.of_state, state))
-        answer = await result if inspect.isawaitable(result) else result
-        if not isinstance(answer, (str, int, float)):
-            raise TaskError(f"tool {self.spec.name} returned {type(answer).__name__}, expected a text or a number")
-        return str(answer)
 
 
 tool = Tool
@@ -89,56 +103,20 @@ class Toolbox:
         self.asynchronous = any(is_asynchronous(each.function) for each in tools)
 
     async def answer(self, call: ToolCall, state: Any = None) -> str:
-        """The answer to a call. Raises ToolError if it cannot be made, or as `Tool.answer`."""
+        """What the function returns. Raises ToolError if it cannot be asked, TaskError, or whatever it raises."""
+        from pydantic import ValidationError
+
         if call.problem:
             raise ToolError(call.problem)
-        if call.name not in self._tools:
+        if (asked := self._tools.get(call.name)) is None:
             raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(self._tools)}")
-        return await self._tools[call.name].answer(call, state)
-
-
-def _is_state(kind: Any) -> bool:
-    return get_origin(kind) is Annotated and _STATE in kind.__metadata__
-
-
-def _declared(function: Callable[..., Any]) -> tuple[pydantic.TypeAdapter[Any], ToolSpec, list[str]]:
-    """What checks a function's arguments, how it is declared to the policy, and its parameters of type `State`."""
-    from typing import NotRequired
-
-    from pydantic import ConfigDict, Field, PydanticUserError, TypeAdapter, with_config
-    from pydantic.json_schema import GenerateJsonSchema
-    from typing_extensions import TypedDict
-
-    class WithoutTitles(GenerateJsonSchema):
-        def field_title_should_be_set(self, schema: Any) -> bool:
-            return False
-
-    name = getattr(function, "__name__", type(function).__name__)
-    text = inspect.getdoc(function) or ""
-    section = _ARGUMENTS.search(text)
-    about = {key: " ".join(said.split()) for key, said in _ARGUMENT.findall(section[1])} if section else {}
-    fields: dict[str, Any] = {}
-    of_state: list[str] = []
-    try:
-        for parameter in inspect.signature(function, eval_str=True).parameters.values():
-            if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                raise ConfigError(f"tool {name}: it is called by name, and {parameter} cannot be")
-            if parameter.annotation is parameter.empty:
-                raise ConfigError(f"tool {name}: parameter {parameter.name} has no type annotation")
-            kind = parameter.annotation
-            if _is_state(kind):
-                of_state.append(parameter.name)
-                continue
-            if any(map(_is_state, get_args(kind))):
-                raise ConfigError(f"tool {name}: parameter {parameter.name} may be a State and something else")
-            if parameter.name in about:
-                kind = Annotated[kind, Field(description=about[parameter.name])]
-            fields[parameter.name] = kind if parameter.default is parameter.empty else NotRequired[kind]
-        Arguments = with_config(ConfigDict(extra="forbid"))(TypedDict(name, fields))  # type: ignore[operator]
-        adapter: TypeAdapter[Any] = TypeAdapter(Arguments)
-        schema = adapter.json_schema(schema_generator=WithoutTitles)
-    except (PydanticUserError, NameError, ValueError) as error:
-        raise ConfigError(f"tool {name}: its signature has no JSON schema ({error})") from error
-    schema.pop("title", None)
-    description = text[: section.start()].strip() if section else text
-    return adapter, ToolSpec(name, description, schema), of_state
+        try:
+            arguments = asked.arguments.validate_python(call.arguments)
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+            raise ToolError(f"the arguments of {call.name} do not fit: {'; '.join(wrong)}") from None
+        result = asked.function(**arguments, **dict.fromkeys(asked.of_state, state))
+        answer = await result if inspect.isawaitable(result) else result
+        if not isinstance(answer, (str, int, float)):
+            raise TaskError(f"tool {call.name} returned {type(answer).__name__}, expected a text or a number")
+        return str(answer)

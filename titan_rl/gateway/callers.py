@@ -27,7 +27,6 @@ from titan_rl.rollout.trajectory import Prompt, RolloutRequest, Trajectory
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, GenerationRequest
 
-SCHEME = "Bearer "
 CALLER = "titan_rl.caller"
 """Where a call's ASGI scope has its `Caller`."""
 
@@ -151,7 +150,7 @@ class RolloutKeys(ApiKeys):
 
     def caller(self, authorization: str) -> Caller | None:
         # Looked up by digest, so that timing reveals nothing about existing keys.
-        key = authorization.removeprefix(SCHEME)
+        key = authorization.removeprefix("Bearer ")
         return None if key == authorization else self._by_key.get(_digest(key))
 
     def end_all(self) -> None:
@@ -174,16 +173,17 @@ class RolloutCaller(Caller):
         self.lost: RequestLost | None = None
         """Why the rollout is to be played again, whatever its program made of it."""
         self._trajectory = Trajectory(request, policy.renderer, run_seed=run_seed, max_model_len=policy.max_model_len)
+        self._loop = asyncio.get_running_loop()
         self._open_calls = 0
         self._quiet = asyncio.Event()  # there is no open call, or there will be no more
         self._quiet.set()
-        self._quiet_since = self._now()
+        self._quiet_since = self._loop.time()
 
     async def idle(self, seconds: float) -> None:
         """Return once no call has been open for `seconds`, or when the rollout is closed."""
         while not self.ended.done():
             await self._quiet.wait()
-            left = self._quiet_since + seconds - self._now()
+            left = self._quiet_since + seconds - self._loop.time()
             if left <= 0:
                 return
             await asyncio.wait([self.ended], timeout=left)
@@ -209,7 +209,7 @@ class RolloutCaller(Caller):
         finally:
             self._open_calls -= 1
             if not self._open_calls:
-                self._quiet_since = self._now()
+                self._quiet_since = self._loop.time()
                 self._quiet.set()
 
     def requests(
@@ -234,9 +234,6 @@ class RolloutCaller(Caller):
 
     def on_end(self, requests: Sequence[GenerationRequest]) -> None:
         self._trajectory.dropped(each.request_id for each in requests)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
 
 def _digest(key: str) -> bytes:

@@ -12,6 +12,7 @@
 """
 
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -86,6 +87,8 @@ class CompletionCall:
     """Fields of `SamplingParams` that the client set and that change how tokens are drawn."""
     answer: AnswerForm | None = None
     """What a chat's answer must be; None: anything."""
+    usage: Counter[str] = field(default_factory=Counter)
+    """Tokens of every prompt once, and of every choice that was answered so far."""
 
     def sampling(
         self, prompt_tokens: int, stops: tuple[int, ...], constraint: str, policy: ServedPolicy

@@ -56,13 +56,9 @@ class StreamedText:
         content: Callable[[Sequence[int]], str] | None = None,
         calls: bool = False,
     ) -> None:
-        """
-        Args:
-            decode: text of tokens.
-            stops: texts that end the completion.
-            content: of a chat: what is content in a turn of these tokens that was cut off here. None: all text is.
-            calls: whether the policy may call tools, in some formats by a turn that is nothing but JSON.
-        """
+        """`stops`: texts that end the completion. `content`: of a chat, what is content in a turn of these tokens that
+        was cut off here; None: all text is. `calls`: whether the policy may call tools, in some formats by a turn that
+        is nothing but JSON."""
         self._decode = decode
         self._stops = stops
         self._content = content

@@ -1,7 +1,7 @@
 """What clients may send: the part of OpenAI's API that the engines can honour, and hints that change no answer.
 
 - A field that is not here is refused by name, never ignored: whoever sends it expects another answer.
-- `Hints` are taken and not used, because agent frameworks send them with every call.
+- Hints are taken and not used, because agent frameworks send them with every call.
 - An assistant message comes back from a client as its framework keeps it, with fields of its own: those are not read.
 - A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
 - Types are strict: no number is read out of a text, no flag out of a number.
@@ -10,6 +10,7 @@
 """
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -62,9 +63,10 @@ class StreamOptions(Strict):
     """A hint: no padding is sent."""
 
 
-class Hints(Strict):
-    """Taken and not used: they are about OpenAI's service, or say what the policy does anyway."""
+class Sampling(Strict):
+    """What chat and text completions share."""
 
+    # Hints: they are about OpenAI's service, or say what the policy does anyway.
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -73,10 +75,6 @@ class Hints(Strict):
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None
     """The policy thinks as it has learned to."""
-
-
-class Sampling(Hints):
-    """What chat and text completions share."""
 
     model: Annotated[str, Field(max_length=1024)]
     user: Annotated[str, Field(max_length=1024)] | None = None
@@ -131,9 +129,6 @@ class FunctionDeclaration(Strict):
     strict: bool | None = None
     """True: what the policy calls follows the schemas. Calls that are forced do so in any case."""
 
-    def spec(self) -> ToolSpec:
-        return ToolSpec(self.name, self.description or "", self.parameters or {})
-
 
 class Tool(Strict):
     type: Literal["function"]
@@ -149,13 +144,10 @@ class FunctionCall(ReturnedPart):
     @classmethod
     def is_an_object(cls, text: str) -> str:
         text = text or "{}"
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError("the arguments of a call must be a JSON object, as text") from error
-        if not isinstance(value, dict):
-            raise ValueError("the arguments of a call must be a JSON object, as text")
-        return text
+        with suppress(ValueError, RecursionError):
+            if isinstance(json.loads(text), dict):
+                return text
+        raise ValueError("the arguments of a call must be a JSON object, as text")
 
 
 class ToolCall(ReturnedPart):
@@ -273,7 +265,8 @@ class ChatCompletionRequest(Sampling):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     def call(self, call_id: str) -> CompletionCall:
-        tools = [] if self.tool_choice == "none" else [tool.function.spec() for tool in self.tools or ()]
+        declared = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
+        tools = [ToolSpec(each.name, each.description or "", each.parameters or {}) for each in declared]
         chat = Chat([message.message() for message in self.messages], tools)
         most = self.max_completion_tokens or self.max_tokens
         call = self._call(call_id, [chat], most, logprobs=bool(self.logprobs))

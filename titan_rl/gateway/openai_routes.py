@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from titan_rl.errors import TitanError
 from titan_rl.gateway.callers import CALLER, Caller
-from titan_rl.gateway.calls import ApiError, Choice, Delta, ServedPolicy, api_error
+from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy, api_error
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message
@@ -107,9 +107,11 @@ class OpenAIAnswer(ABC):
     def __init__(self, body: ChatCompletionRequest | CompletionRequest, policy: ServedPolicy) -> None:
         self.body = body
         self.call = body.call(f"{self.kinds[2]}-{uuid.uuid4().hex}")
-        self.usage = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-        """Tokens of every prompt once, and of every choice so far."""
         self._head = {"id": self.call.id, "created": int(time.time()), "model": policy.name}
+
+    @property
+    def usage(self) -> Json:
+        return {**self.call.usage, "total_tokens": self.call.usage.total()}
 
     def whole(self, choices: Sequence[Json]) -> Json:
         return {**self._head, "object": self.kinds[0], "choices": choices, "usage": self.usage}
@@ -125,16 +127,11 @@ class OpenAIAnswer(ABC):
         return [self.chunk([self.choice(delta)])]
 
     def _choice_json(self, delta: Delta, content: Json, logprobs: Json | None) -> Json:
-        reason = None if delta.choice is None else _finish_reason(delta.choice)
+        reason = None
+        if (choice := delta.choice) is not None:
+            reason = "tool_calls" if choice.message.tool_calls else "stop" if choice.stopped else "length"
         written = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**written, "token_ids": delta.tokens} if self.body.return_token_ids else written
-
-    def _count(self, delta: Delta) -> None:
-        if delta.choice is not None:
-            first = delta.index % self.call.choices == 0
-            self.usage["prompt_tokens"] += len(delta.prompt) if first else 0
-            self.usage["completion_tokens"] += len(delta.choice.completion.token_ids)
-            self.usage["total_tokens"] = self.usage["prompt_tokens"] + self.usage["completion_tokens"]
 
 
 class TextAnswer(OpenAIAnswer):
@@ -146,7 +143,6 @@ class TextAnswer(OpenAIAnswer):
         """Of each choice: length of the text of the tokens that were written, each by itself."""
 
     def choice(self, delta: Delta) -> Json:
-        self._count(delta)
         content: Json = {"text": delta.text}
         if delta.first and self.body.return_token_ids:
             content["prompt_token_ids"] = delta.prompt
@@ -173,7 +169,6 @@ class ChatAnswer(OpenAIAnswer):
 
     def choice(self, delta: Delta) -> Json:
         assert delta.choice is not None
-        self._count(delta)
         self._prompt = delta.prompt
         message = delta.choice.message
         content: Json = {"role": "assistant", "content": message.content, "refusal": None}
@@ -188,7 +183,6 @@ class ChatAnswer(OpenAIAnswer):
             content["content"] = delta.text
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        self._count(delta)
         content |= self._more(delta.index, delta.choice.message)
         for number, call in enumerate(content.get("tool_calls", ())):
             call["index"] = number
@@ -220,12 +214,6 @@ class ChatAnswer(OpenAIAnswer):
                 for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
             ]
         }
-
-
-def _finish_reason(choice: Choice) -> str:
-    if choice.message.tool_calls:
-        return "tool_calls"
-    return "stop" if choice.stopped else "length"
 
 
 class JsonResponse(JSONResponse):

@@ -13,7 +13,7 @@ import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -37,36 +37,31 @@ class Sampler:
         self._fleet = fleet
         self._metrics = metrics
         self._max_choices = max_choices
-        self._thread = RenderThread()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
 
     async def whole(self, call: CompletionCall, caller: Caller) -> list[Delta]:
         """Every choice, in one delta, once all are sampled. Raises ApiError, TitanError: the call is refused, or
         failed."""
         async with self._sampled(call, caller, stream=False) as (readers, sampled):
             completions = {index: each async for index, each in sampled if isinstance(each, Completion)}
-            deltas = await self._thread.run(
-                lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
+            deltas = await in_turn(
+                self._thread, lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
             )
             for delta in deltas:
-                if delta.choice is not None:
-                    caller.on_answer(delta.choice)
-        self._count(call, deltas)
+                self._answered(delta, call, caller)
         return deltas
 
     async def stream(self, call: CompletionCall, caller: Caller) -> AsyncGenerator[Delta, None]:
         """Every delta, as tokens come; a choice whose stop text was found is not sampled any further. As `whole`."""
-        last: list[Delta] = []
         async with self._sampled(call, caller, stream=True) as (readers, sampled):
             async for index, what in sampled:
-                delta = await self._thread.run(functools.partial(readers[index].read_next, what))
+                delta = await in_turn(self._thread, functools.partial(readers[index].read_next, what))
                 if delta is None:
                     continue
                 if delta.choice is not None:
                     await sampled.end(index)
-                    caller.on_answer(delta.choice)
-                    last.append(delta)
+                    self._answered(delta, call, caller)
                 yield delta
-        self._count(call, last)
 
     @asynccontextmanager
     async def _sampled(
@@ -81,12 +76,13 @@ class Sampler:
         requests: list[GenerationRequest] = []
         try:
             renderer = self.policy.renderer
-            prompts, stops, constraint = await self._thread.run(
+            prompts, stops, constraint = await in_turn(
+                self._thread,
                 lambda: (
                     [*map(caller.prompt, call.prompts)],
                     call.stop_tokens(renderer),
                     renderer.constraint(call.answer) if call.answer is not None else "",
-                )
+                ),
             )
             requests = caller.requests(call, prompts, stops, constraint)
             for option in caller.ignored_options(call):
@@ -100,10 +96,13 @@ class Sampler:
         finally:
             caller.on_end(requests)
 
-    def _count(self, call: CompletionCall, last: Sequence[Delta]) -> None:
-        choices = (delta.choice for delta in last if delta.choice is not None)
-        self._metrics.completion_tokens.inc(sum(len(choice.completion.token_ids) for choice in choices))
-        self._metrics.prompt_tokens.inc(sum(len(delta.prompt) for delta in last if delta.index % call.choices == 0))
+    def _answered(self, last: Delta, call: CompletionCall, caller: Caller) -> None:
+        assert last.choice is not None
+        caller.on_answer(last.choice)
+        prompt, completion = len(last.prompt) * (last.index % call.choices == 0), len(last.choice.completion.token_ids)
+        call.usage.update(prompt_tokens=prompt, completion_tokens=completion)
+        self._metrics.prompt_tokens.inc(prompt)
+        self._metrics.completion_tokens.inc(completion)
 
 
 class SampleStream:
@@ -189,15 +188,10 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class RenderThread:
-    """Runs jobs in one thread, in the order in which they were given: renderers are not made for several threads."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
-
-    async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises. It does not run at all when the caller is cancelled before its turn."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, _without_panic, job)
+async def in_turn(thread: ThreadPoolExecutor, job: Callable[[], T]) -> T:
+    """What `job` returns or raises, in a pool of one thread: renderers are not made for several. It does not run at all
+    when the caller is cancelled before its turn."""
+    return await asyncio.get_running_loop().run_in_executor(thread, _without_panic, job)
 
 
 def _without_panic(job: Callable[[], T]) -> T:
@@ -212,33 +206,19 @@ def _without_panic(job: Callable[[], T]) -> T:
 class GatewayMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-
-        def counter(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"titan_rl_gateway_{name}", what, labels, registry=self._registry)
-
-        def gauge(name: str, what: str, *labels: str) -> Gauge:
-            return Gauge(f"titan_rl_gateway_{name}", what, labels, registry=self._registry)
-
-        self.calls = counter("calls", "HTTP calls by path and status.", "path", "status")
-        self.open = gauge("open_calls", "HTTP calls without a finished answer.")
-        self.seconds = Histogram(
-            "titan_rl_gateway_call_seconds",
-            "From a call's headers to its answer's end.",
-            ["path"],
-            buckets=SECONDS_BUCKETS,
-            registry=self._registry,
-        )
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts that were answered.")
-        self.completion_tokens = counter("completion_tokens", "Sampled tokens that were handed out.")
-        self.ignored_options = counter(
-            "ignored_options",
-            "Sampling options of a rollout's program that were not used: the run decides how the policy samples.",
-            "option",
-        )
-        self._in_flight = gauge("generator_in_flight", "Requests that a generator runs.", "generator")
-        self._served = gauge("generator_served", "Completions that a generator finished.", "generator")
-        self._failed = gauge("generator_failed", "Attempts on a generator that failed.", "generator")
-        self._state = gauge("generator_state", "1 for the state that it is in.", "generator", "state")
+        ours: dict[str, Any] = {"namespace": "titan_rl_gateway", "registry": self._registry}
+        self.calls = Counter("calls", "HTTP calls by path and status.", ["path", "status"], **ours)
+        self.open = Gauge("open_calls", "HTTP calls without a finished answer.", **ours)
+        about = "From a call's headers to its answer's end."
+        self.seconds = Histogram("call_seconds", about, ["path"], buckets=SECONDS_BUCKETS, **ours)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts that were answered.", **ours)
+        self.completion_tokens = Counter("completion_tokens", "Sampled tokens that were handed out.", **ours)
+        about = "Sampling options of a rollout's program that were not used: the run decides how the policy samples."
+        self.ignored_options = Counter("ignored_options", about, ["option"], **ours)
+        self._in_flight = Gauge("generator_in_flight", "Requests that a generator runs.", ["generator"], **ours)
+        self._served = Gauge("generator_served", "Completions that a generator finished.", ["generator"], **ours)
+        self._failed = Gauge("generator_failed", "Attempts on a generator that failed.", ["generator"], **ours)
+        self._state = Gauge("generator_state", "1 for the state that it is in.", ["generator", "state"], **ours)
 
     def exposition(self, fleet: Sequence[GeneratorStatus]) -> bytes:
         """Everything, with the fleet as it is now."""

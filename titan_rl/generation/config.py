@@ -7,11 +7,8 @@ from typing import Literal
 from titan_rl.bounds import Count, Positive
 from titan_rl.errors import ConfigError
 
-DETERMINISTIC_RANKS = 2
-"""Most tensor-parallel ranks on CPU whose sums do not depend on the order of additions."""
-
 ANY_ORDER_RANKS = 2
-"""Most tensor-parallel ranks on CUDA that come to one sum, whatever the order of its additions."""
+"""Most tensor-parallel ranks that come to one sum, whatever the order of its additions."""
 
 ENGINES = {
     "vllm": "titan_rl.generation.vllm.engine:VllmEngine",
@@ -121,10 +118,10 @@ class GeneratorConfig:
 
 def refuse_more_ranks(tensor_parallel: int) -> None:
     """Raises ConfigError for what deterministic mode cannot keep on CPU."""
-    if tensor_parallel > DETERMINISTIC_RANKS:
+    if tensor_parallel > ANY_ORDER_RANKS:
         raise ConfigError(
             f"generator.tensor_parallel is {tensor_parallel}, and on CPU deterministic = true holds for 1 and "
-            f"{DETERMINISTIC_RANKS} ranks only: sums over more depend on a row's place in the batch"
+            f"{ANY_ORDER_RANKS} ranks only: sums over more depend on a row's place in the batch"
         )
 
 
@@ -133,18 +130,15 @@ def generator_environment(
 ) -> dict[str, str]:
     """Variables for every rank of a generator, apart from the rendezvous (RANK, WORLD_SIZE, …). `threads`: of OpenMP,
     per process on a CPU."""
-    variables = _required(device, tensor_parallel, deterministic)
-    return variables | {"OMP_NUM_THREADS": str(threads)} if device == "cpu" else variables
-
-
-def _required(device: str, tensor_parallel: int, deterministic: bool) -> dict[str, str]:
     order = _FIXED_ORDER if device == "cuda" and tensor_parallel > ANY_ORDER_RANKS else {}
-    return _COMMON | (_CPU if device == "cpu" else _CUDA) | order | (_DETERMINISTIC[device] if deterministic else {})
+    of_device = _CPU | {"OMP_NUM_THREADS": str(threads)} if device == "cpu" else _CUDA
+    return _COMMON | of_device | order | (_DETERMINISTIC[device] if deterministic else {})
 
 
 def check_environment(device: str, *, tensor_parallel: int, deterministic: bool = False) -> None:
     """Raises ConfigError, naming the variables, where `generator_environment` is not in place."""
-    required = _required(device, tensor_parallel, deterministic)
+    required = generator_environment(device, tensor_parallel=tensor_parallel, deterministic=deterministic)
+    required.pop("OMP_NUM_THREADS", None)  # as many as there are
     wrong = [f"{name}={value}" for name, value in required.items() if os.environ.get(name) != value]
     if wrong:
         raise ConfigError(f"a generator process must be started with {' '.join(wrong)}")

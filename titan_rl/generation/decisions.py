@@ -191,9 +191,8 @@ class DecisionMaker:
 
     def interrupt(self) -> list[GenerationRequest]:
         """Take out every request that still waits, in order: after SLEEP, CLOSE or a failed pull."""
-        interrupted = list(self._waiting.values())
-        self._waiting.clear()
-        return interrupted
+        interrupted, self._waiting = self._waiting, {}
+        return list(interrupted.values())
 
     def _refuse_when_closing(self) -> None:
         if self._closing:

@@ -13,7 +13,7 @@ a request come before its completion and in order, and no token comes in two pie
 """
 
 import datetime
-import os
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +52,27 @@ class _Call(NamedTuple):
     future: Future[Any]
 
 
+def make_lockstep(config: GeneratorConfig, rank: int, model_path: Path, device: str) -> Lockstep:
+    """In the engine thread of a process whose environment is that of `join_world`."""
+    # Imported here: the controller imports this module and has no use for torch.
+    import torch.distributed as dist
+
+    from titan_rl.weights.puller import SharedMemoryReader, verify
+    from titan_rl.weights.ranks import Ranks
+
+    engine: Engine = import_name(config.engine, ENGINES)(config, model_path, device)
+    # It ends with the process groups that the engine has made: to destroy it earlier breaks the engine's own exit.
+    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if config.tensor_parallel > 1 else None
+    return Lockstep(
+        engine,
+        rank=rank,
+        ranks=Ranks(group),
+        load_publication=SharedMemoryReader().tensors,
+        verify=lambda publication, engine: verify(publication, engine.served_shards(), group),
+        keep_cache=config.keep_prefix_cache,
+    )
+
+
 class EngineLoop:
     """One rank's engine thread.
 
@@ -59,7 +80,6 @@ class EngineLoop:
         make_lockstep: called in the engine thread; builds the engine and the `Lockstep` around it.
         on_completions: called on rank 0 with finished and aborted requests, in the engine thread (for a request that
             never reached the engine: in the thread that calls `abort`). Must be quick and must not raise.
-        first_step_seconds: so long the first step may last before it looks like a hang.
         on_pieces: called like `on_completions`, once per decision, with pieces of streamed requests.
         on_fatal: called once, on any rank, if the loop dies after it had started. A follower's process must exit then,
             so that rank 0 notices before a collective times out.
@@ -67,33 +87,33 @@ class EngineLoop:
 
     def __init__(
         self,
-        make_lockstep: Callable[[], Lockstep],
+        config: GeneratorConfig,
         *,
         rank: int,
-        burst_steps: int,
-        heartbeat_seconds: float,
-        first_step_seconds: float = 0.0,
+        model_path: Path,
+        device: str,
+        make_lockstep: Callable[[GeneratorConfig, int, Path, str], Lockstep] = make_lockstep,
         on_completions: Callable[[list[Completion]], object],
         on_pieces: Callable[[list[Piece]], object],
         on_fatal: Callable[[BaseException], object],
     ) -> None:
-        self._make_lockstep = make_lockstep
+        self._make_lockstep = lambda: make_lockstep(config, rank, model_path, device)
         self._rank = rank
-        self._heartbeat_seconds = heartbeat_seconds
+        self._heartbeat_seconds = config.heartbeat_seconds
         self._on_completions = on_completions
         self._on_pieces = on_pieces
         self._on_fatal = on_fatal
         self._changed = threading.Condition()  # guards everything below
-        self._inbox = DecisionMaker(burst_steps=burst_steps)
-        self._submitted_at: dict[str, float] = {}  # of waiting requests
-        self._queued_for: dict[str, float] = {}  # of requests in the engine
+        # alone, there is no broadcast to amortise
+        self._inbox = DecisionMaker(burst_steps=config.burst_steps if config.tensor_parallel > 1 else 1)
+        self._submitted_at: dict[str, float] = {}  # of live requests
         self._waiting: list[_Call] = []  # for a change that is not decided yet
         self._applying: list[_Call] = []  # for the decision that is being applied
-        self._failure: BaseException | None = None
+        self._failure: GeneratorFailed | None = None
         self._engine: Engine | None = None
         self._progress = 0
-        self._patience, self._patient_until = first_step_seconds, 0.0
-        self._has_bound = True  # building, pulling, sleeping or waking: whoever asked for it has a bound of its own
+        self._patience = FIRST_STEP_SECONDS if device == "cuda" else 0.0
+        self._patient_until = math.inf  # building, pulling, sleeping or waking: whoever asked has a bound of its own
         self._ready: Future[None] = _promise()
         self._ended: Future[None] = _promise()
         self._thread = threading.Thread(target=self._run, name=f"engine-loop-{rank}", daemon=True)
@@ -122,11 +142,9 @@ class EngineLoop:
             try:
                 engine.validate(request)
                 answers.append(None)
-            except RequestError as error:
-                answers.append(error)
             except Exception as error:  # such as a temperature that is a string: only this request fails
                 reason = f"request {request.request_id!r}: {type(error).__name__}: {error}"
-                answers.append(RequestError(reason))
+                answers.append(error if isinstance(error, RequestError) else RequestError(reason))
         now = time.monotonic()
         with self._changed:
             self._leading_engine()
@@ -159,32 +177,20 @@ class EngineLoop:
         far, and requests are refused until a pull succeeds. Raises at once what `DecisionMaker.pull` raises; so do
         `sleep` and `wake_up`.
         """
-        with self._changed:
-            self._leading_engine()
-            self._inbox.pull(publication)
-            return self._wait()
+        return self._ask(lambda: self._inbox.pull(publication))
 
     def sleep(self) -> Future[int]:
         """Stop serving and free memory; the future has the bytes that were freed (0 if the engine can free nothing).
         All requests in flight come back aborted with their tokens so far."""
-        with self._changed:
-            self._leading_engine()
-            self._inbox.sleep()
-            return self._wait(sleeps=True)
+        return self._ask(self._inbox.sleep, sleeps=True)
 
     def wake_up(self, publication: Publication) -> Future[PullReport]:
         """Allocate the memory again and serve a publication, with the same checks as `pull`."""
-        with self._changed:
-            self._leading_engine()
-            self._inbox.wake(publication)
-            return self._wait()
+        return self._ask(lambda: self._inbox.wake(publication))
 
     def close(self) -> Future[None]:
-        """End the loop on all ranks and free the engine. Requests in flight come back aborted.
-
-        On ranks other than 0 this only returns the future: they end with rank 0. After a crash the future carries the
-        cause.
-        """
+        """End the loop on all ranks and free the engine. Requests in flight come back aborted. On ranks other than 0
+        this only returns the future: they end with rank 0. After a crash the future carries the cause."""
         with self._changed:
             if self._rank == 0:
                 self._inbox.close()
@@ -196,8 +202,17 @@ class EngineLoop:
         that never ends. In a build, pull or sleep, which have bounds of their own, it grows by being asked, and for a
         while in the first step."""
         with self._changed:
-            self._progress += self._has_bound or time.monotonic() < self._patient_until
+            self._progress += time.monotonic() < self._patient_until
             return self._progress
+
+    def _ask(self, change: Callable[[], None], *, sleeps: bool = False) -> Future[Any]:
+        with self._changed:
+            self._leading_engine()
+            change()
+            call = _Call(sleeps, time.monotonic(), _promise())
+            self._waiting.append(call)
+            self._changed.notify()
+            return call.future
 
     # In the engine thread.
 
@@ -211,13 +226,10 @@ class EngineLoop:
             self._ready.set_exception(error)
             return
         with self._changed:
-            self._engine, self._has_bound = engine, False
+            self._engine, self._patient_until = engine, 0.0
         self._ready.set_result(None)
         try:
-            if self._rank == 0:
-                self._lead(lockstep)
-            else:
-                self._follow(lockstep)
+            self._drive(lockstep)
             timeline.doing("close")
             engine.close()
         except BaseException as error:
@@ -226,34 +238,24 @@ class EngineLoop:
             return
         self._ended.set_result(None)
 
-    def _lead(self, lockstep: Lockstep) -> None:
+    def _drive(self, lockstep: Lockstep) -> None:
         action = None
         while action is not LoopAction.CLOSE:
-            decision = self._next_decision(lockstep)
-            action = decision.action
-            lockstep.ranks.broadcast(decision)
-            decided_at = time.monotonic()
-            outcome = self._apply(decision, lockstep)
-            timeline.doing("settle")
-            self._settle(decision, outcome, decided_at)
-
-    def _follow(self, lockstep: Lockstep) -> None:
-        action = None
-        while action is not LoopAction.CLOSE:
-            timeline.doing("wait", "rank 0")
-            decision: LoopDecision = lockstep.ranks.broadcast(None)
-            action = decision.action
-            self._apply(decision, lockstep)
-
-    def _apply(self, decision: LoopDecision, lockstep: Lockstep) -> Outcome:
-        with self._changed:
-            self._progress += 1
-            self._has_bound = decision.action not in (LoopAction.STEP, LoopAction.IDLE)
-            self._patient_until = time.monotonic() + self._patience
-        outcome = lockstep.apply(decision)
-        if decision.action is LoopAction.STEP:
-            self._patience = 0.0
-        return outcome
+            own = self._next_decision(lockstep) if self._rank == 0 else None
+            if own is None:
+                timeline.doing("wait", "rank 0")
+            decision: LoopDecision = lockstep.ranks.broadcast(own)
+            action, decided_at = decision.action, time.monotonic()
+            with self._changed:
+                self._progress += 1
+                has_bound = action not in (LoopAction.STEP, LoopAction.IDLE)
+                self._patient_until = math.inf if has_bound else decided_at + self._patience
+            outcome = lockstep.apply(decision)
+            if action is LoopAction.STEP:
+                self._patience = 0.0
+            if self._rank == 0:
+                timeline.doing("settle")
+                self._settle(decision, outcome, decided_at)
 
     def _next_decision(self, lockstep: Lockstep) -> LoopDecision:
         """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""
@@ -266,9 +268,6 @@ class EngineLoop:
             )
             timeline.doing("settle")
             decision = self._inbox.decide(has_work, lockstep.digest)
-            now = time.monotonic()
-            for request in decision.admit:
-                self._queued_for[request.request_id] = now - self._submitted_at.pop(request.request_id)
             self._applying = []
             if decision.action not in (LoopAction.STEP, LoopAction.IDLE):
                 self._applying, self._waiting = self._waiting, []
@@ -284,7 +283,9 @@ class EngineLoop:
                 self._inbox.verified(pull.version)
             for completion in completions:
                 self._inbox.finished(completion.request_id)
-                completion.metrics["generation/seconds_queued"] = self._queued_for.pop(completion.request_id)
+                seconds = time.monotonic() - self._submitted_at.pop(completion.request_id)
+                in_engine = completion.metrics["generation/seconds_in_engine"]
+                completion.metrics["generation/seconds_queued"] = max(0.0, seconds - in_engine)
             if self._inbox.version is None and decision.action is not LoopAction.IDLE:
                 completions += [self._unstarted(request) for request in self._inbox.interrupt()]
         if outcome.pieces:
@@ -307,35 +308,24 @@ class EngineLoop:
 
     def _die(self, error: BaseException) -> None:
         """Fail all outstanding calls. Later calls fail by themselves."""
+        failure = GeneratorFailed(f"the engine loop of rank {self._rank} died: {type(error).__name__}: {error}")
+        failure.__cause__ = error
         with self._changed:
-            self._failure = error
+            self._failure = failure
         for future in [*(call.future for call in self._applying + self._waiting), self._ended]:
             if not future.done():
-                future.set_exception(self._failed())
+                future.set_exception(failure)
 
     # Under the lock.
 
-    def _failed(self) -> GeneratorFailed:
-        error = GeneratorFailed(
-            f"the engine loop of rank {self._rank} died: {type(self._failure).__name__}: {self._failure}"
-        )
-        error.__cause__ = self._failure
-        return error
-
     def _leading_engine(self) -> Engine:
         if self._failure is not None:
-            raise self._failed()
+            raise self._failure
         if self._rank > 0:
             raise GeneratorFailed(f"rank {self._rank} follows: only rank 0 of a generator takes calls")
         if self._engine is None:
             raise GeneratorNotServing("the engine is not built yet")
         return self._engine
-
-    def _wait(self, *, sleeps: bool = False) -> Future[Any]:
-        call = _Call(sleeps, time.monotonic(), _promise())
-        self._waiting.append(call)
-        self._changed.notify()
-        return call.future
 
     def _unstarted(self, request: GenerationRequest) -> Completion:
         """An aborted completion of a request that no engine has seen."""
@@ -352,46 +342,3 @@ def _promise() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def make_engine_loop(
-    config: GeneratorConfig,
-    *,
-    model_path: Path,
-    device: str,
-    on_completions: Callable[[list[Completion]], object],
-    on_pieces: Callable[[list[Piece]], object],
-    on_fatal: Callable[[BaseException], object],
-) -> EngineLoop:
-    """The engine loop of this process, whose environment must be that of `join_world`."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-    def make_lockstep() -> Lockstep:
-        # Imported here: the controller imports this module and has no use for torch.
-        import torch.distributed as dist
-
-        from titan_rl.weights.puller import SharedMemoryReader, verify
-        from titan_rl.weights.ranks import Ranks
-
-        engine: Engine = import_name(config.engine, ENGINES)(config, model_path, device)
-        # It ends with the process groups that the engine has made: to destroy it earlier breaks the engine's own exit.
-        group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if world_size > 1 else None
-        return Lockstep(
-            engine,
-            rank=rank,
-            ranks=Ranks(group),
-            load_publication=SharedMemoryReader().tensors,
-            verify=lambda publication, engine: verify(publication, engine.served_shards(), group),
-            keep_cache=config.keep_prefix_cache,
-        )
-
-    return EngineLoop(
-        make_lockstep,
-        rank=rank,
-        burst_steps=config.burst_steps if world_size > 1 else 1,  # alone, there is no broadcast to amortise
-        heartbeat_seconds=config.heartbeat_seconds,
-        first_step_seconds=FIRST_STEP_SECONDS if device == "cuda" else 0.0,
-        on_completions=on_completions,
-        on_pieces=on_pieces,
-        on_fatal=on_fatal,
-    )

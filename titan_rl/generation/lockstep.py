@@ -20,7 +20,7 @@ from titan_rl.errors import InvariantError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
 from titan_rl.metrics.timeline import timeline
-from titan_rl.types import Completion, Piece, PolicyVersion
+from titan_rl.types import Completion, Piece
 from titan_rl.weights.manifest import Publication, PullReport
 
 if TYPE_CHECKING:
@@ -29,52 +29,6 @@ if TYPE_CHECKING:
     from titan_rl.weights.ranks import Ranks
 
 _DIGEST_BYTES = 8
-
-LoadPublication = Callable[[Publication], "Iterable[tuple[str, Tensor]]"]
-"""Whole tensors of a publication under Hugging Face names; raises WeightsError."""
-Verify = Callable[[Publication, Engine], int]
-"""Compares the engine's weights with the manifest; returns the combined fingerprint or raises WeightsError. It runs on
-all of the generator's ranks or on none, so it may use collectives."""
-
-
-class RunningDigest:
-    """64-bit digest of every decision, every sampled token and the fingerprint of every loaded version: equal on ranks
-    that did the same, different for good after any difference.
-    """
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-
-    @property
-    def value(self) -> int:
-        """Unsigned 64-bit."""
-        return int.from_bytes(self._hash.copy().digest(), "little")
-
-    def add_decision(self, decision: LoopDecision) -> None:
-        version = "" if decision.publication is None else decision.publication.version
-        self._hash.update(
-            f"{decision.sequence}|{decision.action}|{decision.burst_steps}|{version}|{decision.abort}|".encode()
-        )
-        for request in decision.admit:
-            self._hash.update(f"{request.request_id}|{request.seed}|{request.sampling}|".encode())
-            self._hash.update(request.prompt_token_ids.astype(np.int32, copy=False).tobytes())
-
-    def add_sampled(self, token_ids: np.ndarray) -> None:
-        """`StepOutput.sampled`."""
-        self._hash.update(token_ids.tobytes())
-
-    def add_loaded(self, version: PolicyVersion, fingerprint: int | None) -> None:
-        """The outcome of a pull; None: it failed."""
-        self._hash.update(f"loaded|{version}|{fingerprint}|".encode())
-
-    def check(self, decision: LoopDecision, rank: int) -> None:
-        """Compare with rank 0, before `decision` is applied. Raises InvariantError."""
-        if decision.digest != self.value:
-            raise InvariantError(
-                f"rank {rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): digest "
-                f"{self.value:016x}, rank 0 has {decision.digest:016x}; the ranks sampled different tokens, loaded "
-                f"different weights or applied different decisions"
-            )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,13 +54,16 @@ class Lockstep:
         *,
         rank: int,
         ranks: Ranks,
-        load_publication: LoadPublication,
-        verify: Verify,
+        load_publication: Callable[[Publication], Iterable[tuple[str, Tensor]]],
+        verify: Callable[[Publication, Engine], int],
         keep_cache: bool = False,
     ) -> None:
         """
         Args:
-            keep_cache: whether KV of older weights stays in use after a pull (`GeneratorConfig.keep_prefix_cache`).
+            load_publication: whole tensors under Hugging Face names.
+            verify: compares the engine's weights with the manifest; returns the combined fingerprint. It runs on all
+                ranks or on none, so it may use collectives. Both raise WeightsError.
+            keep_cache: `GeneratorConfig.keep_prefix_cache`.
         """
         self.engine = engine
         self.ranks = ranks
@@ -114,22 +71,30 @@ class Lockstep:
         self._load_publication = load_publication
         self._verify = verify
         self._keep_cache = keep_cache
-        self._digest = RunningDigest()
-        self._decisions = 0
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     @property
     def digest(self) -> int:
-        """Of everything up to the last applied decision and what came of it."""
-        return self._digest.value
+        """Unsigned 64-bit, of every decision, every sampled token and the fingerprint of every loaded version: equal on
+        ranks that did the same, different for good after any difference."""
+        return int.from_bytes(self._hash.copy().digest(), "little")
 
     def apply(self, decision: LoopDecision) -> Outcome:
         """Apply a decision. Whatever it raises is fatal for the generator: InvariantError where this rank no longer
         agrees with rank 0 or missed a decision, or the engine's own error."""
-        if decision.sequence != self._decisions:
-            raise InvariantError(f"rank {self._rank} got decision {decision.sequence} instead of {self._decisions}")
-        self._digest.check(decision, self._rank)
-        self._digest.add_decision(decision)
-        self._decisions += 1
+        if decision.digest != self.digest:
+            raise InvariantError(
+                f"rank {self._rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): "
+                f"digest {self.digest:016x}, rank 0 has {decision.digest:016x}; the ranks sampled different tokens, "
+                "loaded different weights or applied different decisions"
+            )
+        version = "" if decision.publication is None else decision.publication.version
+        self._hash.update(
+            f"{decision.sequence}|{decision.action}|{decision.burst_steps}|{version}|{decision.abort}|".encode()
+        )
+        for request in decision.admit:
+            self._hash.update(f"{request.request_id}|{request.seed}|{request.sampling}|".encode())
+            self._hash.update(request.prompt_token_ids.astype(np.int32, copy=False).tobytes())
         engine = self.engine
         match decision.action:
             case LoopAction.STEP:
@@ -160,14 +125,13 @@ class Lockstep:
                 break
             output = engine.step()
             timeline.doing("decode")
-            self._digest.add_sampled(output.sampled)
+            self._hash.update(output.sampled.tobytes())
             completions += output.finished
         return Outcome(completions=completions, pieces=engine.new_pieces() if self._rank == 0 else [])
 
     def _pull(self, decision: LoopDecision) -> Outcome:
         publication = decision.publication
-        if publication is None:
-            raise InvariantError(f"decision {decision.sequence} ({decision.action}) carries no publication")
+        assert publication is not None
         engine = self.engine
         timeline.doing("pull")
         in_flight = len(engine.running())
@@ -189,7 +153,7 @@ class Lockstep:
             bytes=publication.manifest.nbytes,
             requests_in_flight=in_flight,
         )
-        self._digest.add_loaded(publication.version, fingerprint)
+        self._hash.update(f"loaded|{publication.version}|{fingerprint}|".encode())  # None: it failed
         completions = engine.abort(engine.running()) if error else []
         return Outcome(completions=completions, pull=report, pull_error=error)
 

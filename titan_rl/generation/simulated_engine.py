@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,16 +21,10 @@ from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MIXER = 0x9E3779B97F4A7C15
-_MASK = 2**64 - 1
-
 
 def simulated_token(seed: int, position: int, vocab_size: int) -> int:
-    """The token that a simulated request gets at `position`, prompt included (splitmix64 of both)."""
-    state = (seed + (position + 1) * _MIXER) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (state ^ (state >> 31)) % vocab_size
+    """The token that a simulated request gets at `position`, prompt included."""
+    return zlib.crc32(f"{seed} {position}".encode()) % vocab_size
 
 
 def simulated_engine(config: GeneratorConfig, model_path: str | Path, device: str) -> SimulatedEngine:

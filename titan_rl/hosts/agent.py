@@ -117,11 +117,8 @@ def digest_of(what: str) -> str:
 async def lock_worker(file: Path, run: str, seconds: float) -> int:
     """Lock the worker's file until this process ends; returns its descriptor. An agent of the same run was lost, or its
     controller was: it is killed. One of another run is waited for, because it may be about to end. What either has left
-    in shared memory is removed. Raises TimeoutError: the other one does not end.
-
-    Args:
-        run: names the run; empty: no other agent is of it.
-        seconds: how long to wait.
+    in shared memory is removed. Raises TimeoutError: the other one does not end. `run`: names the run; empty: no other
+    agent is of it.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -156,8 +153,7 @@ class HostAgent(ConnectedActor):
     """Acts on one host for the run's controller.
 
     Args:
-        host: its name.
-        address: under which other hosts reach it.
+        address: under which other hosts reach this one.
         silent_seconds: how long the agent lives without a pulse.
         run: its log directory, which names it; empty: no other agent is of it.
         controller: address and port at which its process listens.

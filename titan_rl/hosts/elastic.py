@@ -58,12 +58,8 @@ class HostControl:
         self._awaited: set[str] = set()  # lost hosts
 
     async def place(self) -> None:
-        """Attach the hosts of the config, and place the meshes on them.
-
-        Raises:
-            HostLost: a host does not answer.
-            ConfigError: the hosts cannot hold the placement, or one lacks something.
-        """
+        """Attach the hosts of the config, and place the meshes on them. Raises HostLost: a host does not answer;
+        ConfigError: the hosts cannot hold the placement, or one lacks something."""
         await self._join(self.workers)
         self._supervisor.place_again()
         await asyncio.gather(*(self._check(self._table.hosts[name]) for name in self.workers))
@@ -81,7 +77,7 @@ class HostControl:
         self._supervisor.say(host.lost)
         if host.name in self.workers and host.name not in self._awaited:
             self._awaited.add(host.name)
-            self._supervisor.work(self._rejoin(host.name, self.workers[host.name]))
+            self._supervisor.run_end.work(self._rejoin(host.name, self.workers[host.name]))
 
     async def _rejoin(self, name: str, worker: str) -> None:
         """Take a lost host back when its worker answers again, unless somebody removes it. What had no room without it
@@ -103,16 +99,10 @@ class HostControl:
         self._awaited.discard(name)
 
     async def do(self, verb: str, names: Sequence[str]) -> list[str]:
-        """Carry out a command. Returns what to tell the user, in lines.
+        """Carry out a command. Returns what to tell the user, in lines. Raises ConfigError: it cannot be done; says
+        what has changed, if anything has; HostLost: a host to add does not answer.
 
-        Args:
-            verb: `show`, `add` or `remove`.
-            names: to add: ADDRESS:PORT of workers; to remove: hosts.
-
-        Raises:
-            ConfigError: it cannot be done; says what has changed, if anything has.
-            HostLost: a host to add does not answer.
-        """
+        `names`: to add, ADDRESS:PORT of workers; to remove, hosts."""
         match verb:
             case "show":
                 return await self._show()

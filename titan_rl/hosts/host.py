@@ -16,12 +16,10 @@ import functools
 import itertools
 import logging
 import os
-import queue
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,11 @@ from monarch.rdma import is_ibverbs_available
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
+from titan_rl.hosts.shipped_logs import MOST_BYTES, Pace, ShippedLogs
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import Connection, bounded
-from titan_rl.rpc.mesh_client import LOOKS, until_still
+from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.process import TCP_ONLY, scratch_directory
 from titan_rl.supervision.process_watch import ProcessWatch
@@ -54,9 +52,6 @@ CALL_SECONDS = 10.0
 LEASE = 3
 """An agent ends when it hears nothing for so many times `placement.host_seconds`: longer than the controller waits for
 it, so that a controller which is only slow loses no host. One whose process is gone is not waited for."""
-LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20
-"""The least takes a quarter of a second at 0.5 Mbit/s."""
-
 Ended = Callable[[str, str, int | None], None]
 """Told of the end of a process: the spawn, the process, its exit code. See `ProcessWatch`."""
 
@@ -161,68 +156,13 @@ class Host:
         fails, what is spawned there from now on uses TCP."""
 
 
-class Pace:
-    """How many bytes go with the next pulse: few after a late one, so that they never make a link look dead.
-
-    with pace as nbytes: await pulse(nbytes)        16 KiB, 32 KiB, … 1 MiB, late, 16 KiB, 32 KiB, …
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """The seconds are the bound of `until_still`."""
-        self._late_seconds = seconds / LOOKS / 2
-        self._clock = clock
-        self._nbytes = LEAST_BYTES
-        self._began = 0.0
-
-    def __enter__(self) -> int:
-        self._began = self._clock()
-        return self._nbytes
-
-    def __exit__(self, *error: object) -> None:
-        late = self._clock() - self._began > self._late_seconds
-        self._nbytes = LEAST_BYTES if late else min(MOST_BYTES, 2 * self._nbytes)
-
-
-class ShippedLogs:
-    """Writes what agents send of their files, in a thread: a disk that stalls keeps nobody from hearing the pulse."""
-
-    def __init__(self, directory: str, on_death: Callable[[str], None]) -> None:
-        self._directory = Path(directory)
-        self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
-        self._taken = self._written = 0  # bytes; each counter has one thread
-        self._thread = start_thread("shipped logs", self._write, on_death=on_death)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether more may be asked for."""
-        return self._taken - self._written < MOST_BYTES
-
-    def put(self, news: News) -> None:
-        """Never waits."""
-        self._taken += len(news.text)
-        self._news.put(news)
-
-    def close(self, seconds: float) -> None:
-        """Wait until all is written, but no longer than this."""
-        self._news.put(None)
-        self._thread.join(seconds)
-
-    def _write(self) -> None:
-        while (news := self._news.get()) is not None:
-            with suppress(OSError), open(self._directory / news.of, "ab") as log:
-                log.write(news.text)
-            self._written += len(news.text)
-
-
 class AttachedHost(Host):
     """A host with a worker, which listens at ADDRESS:PORT.
 
     Args:
-        stage: of the fork server, depending on the host.
         log_directory: of the run, which it names; empty: logs are not shipped.
         spans: whether timelines are shipped with them.
         controller: address and port at which the controller listens.
-        silent_seconds: `placement.host_seconds`.
         on_lost: called once, when the host is lost.
     """
 
@@ -249,12 +189,8 @@ class AttachedHost(Host):
         self._pulses: asyncio.Task[None] | None = None
 
     async def attach(self) -> None:
-        """Take the host into the run.
-
-        Raises:
-            HostLost: nobody answers there.
-            ConfigError: it has another Python or other packages than this host.
-        """
+        """Take the host into the run. Raises HostLost: nobody answers there; ConfigError: it has another Python or
+        other packages than this host."""
         address, silent = await self._reach(), self._silent_seconds
         there = [f"{transport()}://{address}:{self._worker.rpartition(':')[2]}"]
         self._mesh = attach_to_workers(ca="trust_all_connections", workers=there)
@@ -369,9 +305,11 @@ class AttachedHost(Host):
         pace = Pace(self._silent_seconds)
 
         async def pulse() -> list[Pulse]:
-            with pace as log_bytes:
-                room = self._logs is None or self._logs.has_room
-                return [await self._call(HostAgent.pulse, log_bytes if room else 0, seconds=None)]
+            began, room = time.monotonic(), self._logs is None or self._logs.has_room
+            try:
+                return [await self._call(HostAgent.pulse, pace.nbytes if room else 0, seconds=None)]
+            finally:
+                pace.took(time.monotonic() - began)
 
         try:
             await until_still(pulse, self._silent_seconds)

@@ -55,14 +55,8 @@ FOR_EVER = timedelta(days=365)
 
 
 def serve_host(address: str, port: int, *, trusted: bool, until: Callable[[], object]) -> NoReturn:
-    """Lend this host to controllers; the process ends when `until` returns or raises. Raises ConfigError: nobody may or
-    can listen there.
-
-    Args:
-        address: IP address to listen on.
-        trusted: every machine that reaches the address may be trusted.
-        until: called once the worker listens.
-    """
+    """Lend this host to controllers: listen on this IP address, then call `until`, whose end ends the process. Raises
+    ConfigError: nobody may or can listen there. `trusted`: every machine that reaches the address may be trusted."""
     scheme = transport(() if trusted or is_loopback(address) else (address,))
     listen(address, port).close()
     prepare_controller()

@@ -1,5 +1,5 @@
 """The fork server: the process that makes an environment and forks the processes that run its code.
-Started as `python -m titan_rl.isolation.fork_server SOCKET_FD WORKER_PID`.
+Started as `python -m titan_rl.isolation.fork_server SOCKET_FD SOCKETS_FD WORKER_PID`; by the second come sockets.
 
     worker ── fork server ── reaper ── process that runs user code ── processes that it starts
 
@@ -25,7 +25,6 @@ import socket
 import sys
 import threading
 import traceback
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
@@ -91,11 +90,11 @@ def _children() -> list[int]:
 
 
 class ForkServer:
-    def __init__(self, worker: socket.socket, user_code: UserCode):
+    def __init__(self, worker: socket.socket, sockets: socket.socket, user_code: UserCode):
         self._worker = worker
+        self._sockets = sockets
         self._user_code = user_code
         self._reapers: dict[int, int] = {}  # process ids by number
-        self._sockets: deque[int] = deque()  # from the worker, for forks that are not made yet
         self._selector = selectors.DefaultSelector()
         self._wake, self._wake_end = socket.socketpair()
 
@@ -117,12 +116,8 @@ class ForkServer:
                 self._wake.recv(4096)
                 self._reap()
             if self._worker in ready:
-                data, descriptors, *_ = socket.recv_fds(self._worker, 1 << 16, 1)
-                if not data:
+                if not (data := self._worker.recv(1 << 16)):
                     break
-                for descriptor in descriptors:
-                    os.set_inheritable(descriptor, False)
-                self._sockets.extend(descriptors)
                 for command in frames.feed(data):
                     self._obey(command)
         for reaper in self._reapers.values():
@@ -132,7 +127,9 @@ class ForkServer:
 
     def _obey(self, command: Fork | Kill) -> None:
         if isinstance(command, Fork):
-            with socket.socket(fileno=self._sockets.popleft()) as connection:
+            _, (descriptor,), *_ = socket.recv_fds(self._sockets, 1, 1)
+            os.set_inheritable(descriptor, False)
+            with socket.socket(fileno=descriptor) as connection:
                 try:
                     self._reapers[command.number] = self._fork(connection)
                 except OSError as error:
@@ -157,10 +154,8 @@ class ForkServer:
         """Be the reaper of a process that answers calls, in a process just forked with `REAPER_SIGNALS` blocked."""
         try:
             self._selector.close()
-            for server_socket in (self._wake, self._wake_end, self._worker):
+            for server_socket in (self._wake, self._wake_end, self._worker, self._sockets):
                 server_socket.close()
-            for descriptor in self._sockets:
-                os.close(descriptor)
             os.setsid()
             signal.set_wakeup_fd(-1)
             process_control(_PR_SET_CHILD_SUBREAPER, 1)
@@ -190,12 +185,14 @@ class ForkServer:
 
 
 def main(arguments: Sequence[str]) -> None:
-    descriptor, worker_pid = map(int, arguments)
+    *descriptors, worker_pid = map(int, arguments)
     die_with(worker_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's business
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the worker passes it on (`metrics.waits`)
-    os.set_inheritable(descriptor, False)
-    with socket.socket(fileno=descriptor) as worker:
+    for descriptor in descriptors:
+        os.set_inheritable(descriptor, False)
+    worker, sockets = (socket.socket(fileno=descriptor) for descriptor in descriptors)
+    with worker, sockets:
         frames = Frames.of_orders()
         received: list[Any] = []
         while not received:
@@ -223,7 +220,7 @@ def main(arguments: Sequence[str]) -> None:
             except Exception:  # of a client of another version: it costs each rollout time, and no more
                 traceback.print_exc()
         worker.sendall(pack_report(SetupResult(user_code.info)))
-        ForkServer(worker, user_code).serve()
+        ForkServer(worker, sockets, user_code).serve()
 
 
 if __name__ == "__main__":

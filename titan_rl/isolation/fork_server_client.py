@@ -5,9 +5,8 @@
 - Every fork ends: its `ended` is set once the fork and all processes that it started are gone and all its answers have
   been read. If the fork server dies, its forks do too.
 - After `stop` the fork server and all its forks are gone and reaped, and all descriptors are closed.
-- What user code prints is logged and cannot get into the protocol. A process that writes anything but its messages into
-  its socket is killed.
-- Orders to the fork server go through one queue, in whole frames: however many there are at once, none is lost.
+- Orders to the fork server wait in a transport while its socket is full: however many there are at once, none is lost.
+  The sockets of forks go to it through a socket of their own.
 """
 
 import asyncio
@@ -19,10 +18,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 
-from titan_rl.errors import AbsentError, ConfigError, TaskError
+from titan_rl.errors import AbsentError, ActorGone, ConfigError, InfrastructureFailed, TaskError
 from titan_rl.isolation.process_io import LogLines, user_variables
 from titan_rl.isolation.wire import (
     LARGEST_RESULT,
@@ -50,7 +49,7 @@ KILL_SECONDS = 60.0
 waits for ever."""
 STARTS_AT_ONCE = 16
 """Processes that the fork server is asked for at a time. It forks one after the other, and with a large data set in a
-second or two: so the last of them is made well within `KILL_SECONDS`."""
+second or two: so the last of them is made well within `KILL_SECONDS`, and their sockets fit on the way."""
 REAP_SECONDS = 10.0
 """How long the kernel may take to end a killed process."""
 DRAIN_SECONDS = 2.0
@@ -62,9 +61,9 @@ logger = logging.getLogger(__name__)
 class ForkedProcess(asyncio.Protocol):
     """A process that answers calls of user code; as a protocol, the worker's end of its socket."""
 
-    def __init__(self, kill: Callable[[int], None]):
-        self.number = -1
-        self._kill = kill
+    def __init__(self, kill: Callable[[], None]):
+        self.kill = kill
+        """Kill the process and all processes that it started."""
         self._frames: Frames[CallResult] = Frames(read_result, LARGEST_RESULT)
         self._bad_frame = ""
         self._ending = ""
@@ -85,10 +84,6 @@ class ForkedProcess(asyncio.Protocol):
 
     def send(self, calls: bytes) -> None:
         self.transport.write(calls)
-
-    def kill(self) -> None:
-        """Kill the process and all processes that it started."""
-        self._kill(self.number)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -118,50 +113,9 @@ class ForkedProcess(asyncio.Protocol):
             self.ended.set_result(self._ending)
 
 
-class ForkServerGone(TaskError):
-    """The fork server of an environment has died: no fault of user code."""
-
-
-class _Orders:
-    """Frames and descriptors for the fork server, in order. Its socket takes a few hundred; the others wait here."""
-
-    def __init__(self, connection: socket.socket):
-        self._socket = connection
-        self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[bytes, socket.socket | None]] = deque()
-
-    def put(self, frame: bytes, descriptor: socket.socket | None = None) -> None:
-        """Send a frame, and with it a socket, which is closed here then."""
-        self._waiting.append((frame, descriptor))
-        if len(self._waiting) == 1:
-            self._loop.add_writer(self._socket, self._send)
-
-    def close(self) -> None:
-        self._loop.remove_writer(self._socket)
-        for _, descriptor in self._waiting:
-            if descriptor is not None:
-                descriptor.close()
-        self._waiting.clear()
-
-    def _send(self) -> None:
-        while self._waiting:
-            frame, descriptor = self._waiting[0]
-            try:
-                sent = socket.send_fds(self._socket, [frame], [descriptor.fileno()] if descriptor is not None else [])
-            except BlockingIOError:
-                return
-            except OSError:  # the fork server has ended, which its pidfd tells
-                break
-            if descriptor is not None:
-                descriptor.close()
-            self._waiting.popleft()
-            if sent < len(frame):
-                self._waiting.appendleft((frame[sent:], None))
-        self.close()
-
-
-class ForkServerClient:
-    """One process of an environment's host; a restart makes a new object."""
+class ForkServerClient(asyncio.Protocol):
+    """One process of an environment's host; as a protocol, the worker's end of its socket. A restart makes a new
+    object."""
 
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
@@ -173,7 +127,8 @@ class ForkServerClient:
         self._numbers = itertools.count()
         self._forks: dict[int, ForkedProcess] = {}
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
-        self._closed = False
+        self._frames = Frames(self._receive_body, LARGEST_RESULT)
+        self._transport: asyncio.WriteTransport
 
     @property
     def pid(self) -> int | None:
@@ -182,7 +137,7 @@ class ForkServerClient:
 
     @property
     def gone(self) -> bool:
-        return self._closed or self._exited.is_set()
+        return self._process is None or self._exited.is_set() or self._transport.is_closing()
 
     async def start(self) -> TaskInfo:
         """Spawn the fork server and wait until it has made its environment. If that fails, the fork server is stopped.
@@ -191,7 +146,7 @@ class ForkServerClient:
         try:
             async with asyncio.timeout(seconds):
                 await self._spawn()
-                self._orders.put(pack_order((sys.path, self._setup)))
+                self._transport.write(pack_order((sys.path, self._setup)))
                 result = await self._setup_result
         except TimeoutError:
             await self.stop(patient=False)
@@ -211,41 +166,43 @@ class ForkServerClient:
         raise (AbsentError if result.kind == "absent" else ConfigError)(refusal)
 
     async def fork(self) -> ForkedProcess:
-        """A new process for user code. Waits for its turn. Raises TaskError: the fork server has ended, or there is no
-        descriptor for the process."""
+        """A new process for user code. Waits for its turn. Raises ActorGone: the fork server has died;
+        InfrastructureFailed: it could not be forked, or ended at once."""
         async with self._starts:
             try:
                 ours, theirs = socket.socketpair()
             except OSError as error:
-                raise TaskError(f"no process can be made for it: {error}") from error
-            fork = ForkedProcess(self._kill_fork)
-            fork.transport, _ = await self._loop.create_unix_connection(lambda: fork, sock=ours)
-            if self.gone:
-                theirs.close()
-                fork.transport.abort()
-                raise ForkServerGone(f"the process that it is forked from {self._ending()}")
-            fork.number = next(self._numbers)
-            self._forks[fork.number] = fork
-            self._orders.put(pack_order(Fork(fork.number)), theirs)
+                raise InfrastructureFailed(f"no process can be made for it: {error}") from error
+            number = next(self._numbers)
+            fork = ForkedProcess(partial(self._kill_fork, number))
+            with theirs:
+                fork.transport, _ = await self._loop.create_unix_connection(lambda: fork, sock=ours)
+                if self.gone:
+                    fork.transport.abort()
+                    raise ActorGone(f"the process that it is forked from {self._ending()}")
+                with contextlib.suppress(ConnectionError):  # the fork server has ended, which its pidfd tells
+                    socket.send_fds(self._sockets, [b"\0"], [theirs.fileno()])
+            self._forks[number] = fork
+            self._transport.write(pack_order(Fork(number)))
             self._kill_unless(fork.started.is_set)
             try:
                 await fork.started.wait()
             except asyncio.CancelledError:
                 fork.kill()
                 raise
-            return fork
+        if not fork.alive:
+            raise (ActorGone if fork.lost_server else InfrastructureFailed)(f"its process {await fork.ended}")
+        return fork
 
     async def stop(self, *, patient: bool = True) -> None:
         """End the fork server by closing its socket. It is killed if it does not end in time. May be called again."""
         if self._process is None:
             return
-        self._close()
+        self._transport.abort()
         if not patient:
             self._kill()
-        if not await _happens(self._exited, STOP_SECONDS):
-            self._kill()
-            if not await _happens(self._exited, REAP_SECONDS):
-                logger.error("the process %d of an environment was killed and does not end", self._process.pid)
+        if not await _happens(self._exited, STOP_SECONDS + REAP_SECONDS):
+            logger.error("the process %d of an environment was killed and does not end", self._process.pid)
         await _happens(self._output_ended, DRAIN_SECONDS)
         self._output.close()
 
@@ -255,50 +212,50 @@ class ForkServerClient:
         self._output, _ = await self._loop.connect_read_pipe(
             lambda: LogLines(self._output_ended), os.fdopen(output, "rb")
         )
-        self._socket, theirs = socket.socketpair()
-        self._socket.setblocking(False)
-        self._orders, self._frames = _Orders(self._socket), Frames(self._receive_body, LARGEST_RESULT)
-        self._loop.add_reader(self._socket, self._receive)
+        self._sockets, their_sockets = socket.socketpair()
+        self._sockets.setblocking(False)
+        ours, theirs = socket.socketpair()
+        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=ours)
+        passed = [theirs.fileno(), their_sockets.fileno()]
         try:
             # not in a helper thread: the fork server dies with the thread that spawns it
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "titan_rl.isolation.fork_server", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", "titan_rl.isolation.fork_server", *map(str, (*passed, os.getpid()))],
                 env=user_variables(self._setup.name, self._setup.variables),
                 stdin=subprocess.DEVNULL,
                 stdout=child_output,
                 stderr=child_output,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=passed,
                 start_new_session=True,  # Ctrl-C does not reach it, and a kill of the group also kills its children
             )
         except OSError:
-            self._close()
+            self._transport.abort()
             self._output.close()
             raise
         finally:
             theirs.close()
+            their_sockets.close()
             os.close(child_output)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
-    def _receive(self) -> None:
-        try:
-            data = self._socket.recv(1 << 18)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self._close()
-            self._loop.call_later(STOP_SECONDS, self._kill)  # user code may keep it from its end
-            return
+    def data_received(self, data: bytes) -> None:
         try:
             self._frames.feed(data)
         except BadFrame as error:
             logger.error(
                 "the fork server %s of an environment wrote what is no message and is killed: %s", self.pid, error
             )
-            self._close()
+            self._transport.abort()
             self._kill()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """From now on the fork server ends all forks and itself, if it does not do so already."""
+        self._sockets.close()
+        if not self._setup_result.done():
+            self._setup_result.set_exception(ConnectionError("closed"))
+            self._setup_result.exception()  # marked as retrieved, because nobody may be waiting for it
+        self._loop.call_later(STOP_SECONDS, self._kill)  # user code may keep it from its end
 
     def _receive_body(self, body: bytes) -> None:
         if not self._setup_result.done():
@@ -314,21 +271,9 @@ class ForkServerClient:
         else:
             fork.started.set()
 
-    def _close(self) -> None:
-        """Close the socket, which ends the fork server and all forks."""
-        if self._closed:
-            return
-        self._closed = True
-        self._orders.close()
-        self._loop.remove_reader(self._socket)
-        self._socket.close()
-        if not self._setup_result.done():
-            self._setup_result.set_exception(ConnectionError("closed"))
-            self._setup_result.exception()  # marked as retrieved, because nobody may be waiting for it
-
     def _kill_fork(self, number: int) -> None:
-        if number in self._forks and not self._closed:
-            self._orders.put(pack_order(Kill(number)))
+        if number in self._forks and not self.gone:
+            self._transport.write(pack_order(Kill(number)))
             self._kill_unless(lambda: number not in self._forks)
 
     def _kill_unless(self, done: Callable[[], bool]) -> None:
@@ -369,13 +314,11 @@ class ForkServerClient:
             fork.lost_server = True
             fork.process_ended(f"ended: the process that it was forked from {self._ending()}")
         # a process that user code started may hold the socket open: do not wait for its end of stream
-        self._loop.call_later(DRAIN_SECONDS, self._close)
+        self._loop.call_later(DRAIN_SECONDS, self._transport.abort)
 
 
 async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    try:
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
-    except TimeoutError:
-        return False
-    return True
+    return event.is_set()

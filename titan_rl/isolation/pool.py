@@ -1,8 +1,5 @@
 """Runs user code behind one object: every call returns a value or raises `TaskError`, whatever the code does.
 
-    rollout worker (this module) ──▶ fork server: makes the environment ──fork──▶ up to 4 processes that answer calls
-                                                                        ──fork──▶ one process per program
-
 - Every call is answered exactly once, even if a process hangs, exits, crashes or cannot be started.
 - When a process ends, the first call of its list that it did not answer fails. It never began those behind, which wait
   again. In the process of `async def` functions each open call may be to blame, so all of them fail.
@@ -16,8 +13,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from titan_rl.errors import ActorGone, TaskError, TaskTimeout, TitanError
-from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient, ForkServerGone
+from titan_rl.errors import (
+    ActorGone,
+    GraderFailed,
+    InfrastructureFailed,
+    TaskError,
+    TaskTimeout,
+    TitanError,
+    ToolFailed,
+)
+from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient
 from titan_rl.isolation.wire import (
     GRADING,
     VALUES,
@@ -33,6 +38,12 @@ from titan_rl.metrics.activity import SharedSpan, activity
 from titan_rl.one_line import escaped
 from titan_rl.types import Endpoint, Purpose
 
+BLAMED: dict[CallKind, type[TaskError]] = {
+    CallKind.CALL_TOOLS: ToolFailed,
+    CallKind.SCORE: GraderFailed,
+    CallKind.SCORE_GROUP: GraderFailed,
+}
+"""What a call raises whose code failed; `TaskError` where it is of another kind."""
 MAX_PROCESSES = 4
 """Processes for plain calls, started one by one where calls wait. With fewer, slow calls hold up the others. With one,
 a reward that hangs would block the whole rollout worker for `grade_seconds` per rollout. Each costs 5 MiB (`copy`) to
@@ -61,12 +72,9 @@ class _Pending:
 
 @dataclass(slots=True, eq=False)
 class _Fork:
+    process: ForkedProcess
     concurrent: bool
     """Runs `async def` functions, many at a time."""
-    process: ForkedProcess | None = None
-    """None while it is being forked."""
-    began: bool = False
-    """Was there to be sent calls. False too if it could not be forked."""
     calls: dict[int, _Pending] = field(default_factory=dict)
     """Unanswered ones by number, in the order in which they were sent."""
     since: float = 0.0
@@ -78,9 +86,7 @@ class _Fork:
 
     @property
     def free(self) -> bool:
-        if self.process is None or not self.process.alive or self.late or self.ends:
-            return False
-        return self.concurrent or not self.calls
+        return self.process.alive and not self.late and not self.ends and (self.concurrent or not self.calls)
 
 
 class UserCodePool:
@@ -95,12 +101,12 @@ class UserCodePool:
         self._open: set[_Pending] = set()
         self._waiting: dict[bool, list[_Pending]] = {False: [], True: []}  # by whether they go to the concurrent fork
         self._forks: list[_Fork] = []
+        self._forking: dict[bool, asyncio.Task[None]] = {}  # at most one of each kind at a time
         self._quick: set[CallKind] = set()  # kinds of which the last answers took `QUICK_SECONDS` at most
         self._timer: asyncio.TimerHandle | None = None  # for the next time limit
         self._dispatching: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None  # until a further process is tried where there are others
         self._environment, self._grading = SharedSpan("environment"), SharedSpan("grader")
-        self._tasks: set[asyncio.Task[None]] = set()
         self._logged: set[str] = set()  # places whose traceback was logged
         self.restarts = 0
         """How many processes died, or were killed because a call was late."""
@@ -126,7 +132,7 @@ class UserCodePool:
         """Run one call. `CallKind` describes its value. Raises TaskError: user code raised, took too long or ended its
         process; ActorGone: the fork server died during the call, which is no fault of user code."""
         if self._closed:
-            raise TaskError(f"{call}: {self._closed}")
+            raise InfrastructureFailed(f"{call}: {self._closed}")
         number = next(self._numbers)
         try:
             frame = pack_order((number, call))
@@ -157,18 +163,29 @@ class UserCodePool:
                 process = await self._fork()
                 if started is not None:
                     started.set()
-                return self._value(call, await self._first_result(process, call))
-        except ForkServerGone as error:
-            raise ActorGone(f"{call}: {error}") from None
-        except TaskError as error:
+                first: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
+                process.on_results = lambda results: None if first.done() else first.set_result(results[0])
+                either: list[asyncio.Future[Any]] = [first, process.ended]
+                try:
+                    process.send(pack_order((0, call)))
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    process.kill()
+                await asyncio.wait([process.ended])
+                if first.done():
+                    return self._value(call, first.result())
+                gone = ActorGone if process.lost_server and not self._closed else InfrastructureFailed
+                raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
+        except (ActorGone, TaskError) as error:
             raise type(error)(f"{call}: {error}") from None
 
     async def close(self) -> None:
         """End all processes; calls still waiting fail."""
         self._end("closed")
-        for task in self._tasks:
+        tasks = list(self._forking.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._server is not None:
             await self._server.stop()
 
@@ -193,15 +210,12 @@ class UserCodePool:
                     del waiting[:share]
             self._waiting[concurrent] = waiting
             paused = bool(forks) and self._pause is not None
-            if waiting and len(forks) < most and not paused and all(fork.began for fork in forks):
-                fork = _Fork(concurrent)
-                self._forks.append(fork)
-                task = asyncio.create_task(self._start_fork(fork), name=f"environment {self._setup.name}")
-                self._tasks.add(task)
+            if waiting and len(forks) < most and not paused and concurrent not in self._forking:
+                task = asyncio.create_task(self._start_fork(concurrent), name=f"environment {self._setup.name}")
+                self._forking[concurrent] = task
                 task.add_done_callback(self._task_ended)
 
     def _send(self, fork: _Fork, calls: list[_Pending]) -> None:
-        assert fork.process is not None
         if not fork.calls:
             fork.since = asyncio.get_running_loop().time()
         fork.calls |= {pending.number: pending for pending in calls}
@@ -219,35 +233,35 @@ class UserCodePool:
         now = asyncio.get_running_loop().time()
         busy = [fork for fork in self._forks if fork.calls and not fork.late]
         for fork in busy:
-            if fork.process is not None and self._limit(fork) <= now:
+            if self._limit(fork) <= now:
                 fork.late = True
                 fork.process.kill()
         if limits := [self._limit(fork) for fork in busy if not fork.late]:  # calls that come meanwhile may have less
             until = min(*limits, now + self._shortest)
             self._timer = asyncio.get_running_loop().call_at(until, self._kill_late)
 
-    async def _start_fork(self, fork: _Fork) -> None:
+    async def _start_fork(self, concurrent: bool) -> None:
+        """If there can be none, waiting calls are left to the other forks, and no further one is tried for a while;
+        without others the calls fail. To try again at once would end only when the host has room for a process, and
+        nobody knows when that is. Where the fork server has died the others end as well: there is no need to pause."""
         try:
-            fork.process = await self._fork()
+            process = await self._fork()
         except (TitanError, OSError) as error:
             logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
-            self._forks.remove(fork)
-            lost = ActorGone if isinstance(error, ForkServerGone) else TaskError
-            self._could_not_start(fork, f"could not be run, its environment does not start again: {error}", lost)
+            gone = isinstance(error, ActorGone)
+            if not any(each.concurrent is concurrent for each in self._forks):
+                lost = ActorGone if gone else InfrastructureFailed
+                self._fail(self._waiting[concurrent], f"could not be run: {error}", lost)
+            elif self._pause is None and not gone:
+                self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._end_pause)
             return
-        fork.began = fork.process.alive
-        fork.process.on_results = partial(self._receive, fork)
-        fork.process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
+        finally:
+            del self._forking[concurrent]
+        fork = _Fork(process, concurrent)
+        self._forks.append(fork)
+        process.on_results = partial(self._receive, fork)
+        process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
         self._dispatch_soon()
-
-    def _could_not_start(self, fork: _Fork, reason: str, kind: type[TitanError] = TaskError) -> None:
-        """Leave the waiting calls to the other forks, and try no further one for a while; without others they fail.
-        To try again at once would end only when the host has room for a process, and nobody knows when that is.
-        Where the fork server has died (`ActorGone`), the others end as well, and there is nothing to pause for."""
-        if not any(each.concurrent is fork.concurrent for each in self._forks):
-            self._fail(self._waiting[fork.concurrent], reason, kind)
-        elif self._pause is None and kind is not ActorGone:
-            self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._end_pause)
 
     def _end_pause(self) -> None:
         self._pause = None
@@ -277,10 +291,15 @@ class UserCodePool:
         for pending, result in answered:
             note(pending.call.kind)
             if result.last:
-                assert fork.process is not None
                 fork.ends = True
                 fork.process.kill()  # it ends by itself, unless what it started keeps it
-            self._settle(pending, result)
+            try:
+                value = self._value(pending.call, result)
+            except TaskError as error:
+                self._fail([pending], str(error), type(error))
+            else:
+                if not pending.future.done():
+                    pending.future.set_result(value)
         self._dispatch_soon()
 
     def _fork_ended(self, fork: _Fork, how: str) -> None:
@@ -292,63 +311,37 @@ class UserCodePool:
         logger.warning("environment %s: a process %s%s", self._setup.name, how, why)
         open_calls = list(fork.calls.values())
         failed = len(open_calls) if fork.concurrent else 1
+        reason, kind = (
+            f"its process {how} and returned nothing",
+            ActorGone if fork.process.lost_server else InfrastructureFailed,
+        )
         if fork.ends and not fork.late:
             failed = 0
         self._waiting[fork.concurrent][:0] = open_calls[failed:]
-        assert fork.process is not None
-        if fork.late:
-            for each in open_calls[:failed]:
-                self._fail([each], f"{self._setup.late(each.call.kind)} and was killed", TaskTimeout)
-        else:
-            lost = ActorGone if fork.process.lost_server else TaskError
-            self._fail(open_calls[:failed], f"its process {how} and returned nothing", lost)
-        if not fork.began and not fork.process.lost_server:
-            self._could_not_start(fork, f"its process {how}")
+        for each in open_calls[:failed]:
+            late = f"{self._setup.late(each.call.kind)} and was killed"
+            self._fail([each], late if fork.late else reason, TaskTimeout if fork.late else kind)
         self._dispatch_soon()
-
-    async def _first_result(self, process: ForkedProcess, call: UserCall) -> CallResult:
-        """What a process answers. When this returns or raises, it and all that it started are gone."""
-        first: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
-        process.on_results = lambda results: None if first.done() else first.set_result(results[0])
-        either: list[asyncio.Future[Any]] = [first, process.ended]
-        try:
-            process.send(pack_order((0, call)))
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            process.kill()
-        await asyncio.wait([process.ended])
-        if first.done():
-            return first.result()
-        gone = ForkServerGone if process.lost_server and not self._closed else TaskError
-        raise gone(self._closed or f"its process {process.ended.result()} and returned nothing")
-
-    def _settle(self, pending: _Pending, result: CallResult) -> None:
-        try:
-            value = self._value(pending.call, result)
-        except TaskError as error:
-            self._fail([pending], str(error), type(error))
-        else:
-            if not pending.future.done():
-                pending.future.set_result(value)
 
     def _value(self, call: UserCall, result: CallResult) -> Any:
         """The result's value. Raises TaskError if user code failed. The traceback is logged once per place, because the
         same grader may fail hundreds of times a step."""
-        failure = result.failure
+        failure, blamed = result.failure, BLAMED.get(call.kind, TaskError)
         if failure is None:
             try:
                 value = VALUES[call.kind](bytes(result.value))
             except BadFrame as error:
-                raise TaskError(f"its process answered something else than was asked for: {error}") from None
+                raise blamed(f"its process answered something else than was asked for: {error}") from None
             if call.kind is CallKind.SCORE_GROUP and len(value) != len(call.group):
-                raise TaskError(f"its process answered {len(value)} scores for {len(call.group)} rollouts")
+                raise blamed(f"its process answered {len(value)} scores for {len(call.group)} rollouts")
             return value
         if failure.place not in self._logged:
             self._logged.add(failure.place)
             logger.info("%s failed:\n%s", call, escaped(failure.traceback[-LONGEST_TRACEBACK:].rstrip(), keep="\n"))
-        raise (TaskTimeout if failure.late else TaskError)(escaped(failure.description, keep="\n"))
+        kind = TaskTimeout if failure.late else InfrastructureFailed if result.last else blamed
+        raise kind(escaped(failure.description, keep="\n"))
 
-    def _fail(self, calls: Iterable[_Pending], reason: str, kind: type[TitanError] = TaskError) -> None:
+    def _fail(self, calls: Iterable[_Pending], reason: str, kind: type[TitanError] = InfrastructureFailed) -> None:
         for pending in calls:
             if not pending.future.done():
                 pending.future.set_exception(kind(f"{pending.call}: {reason}"))
@@ -362,7 +355,6 @@ class UserCodePool:
                 timer.cancel()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("%s crashed", task.get_name(), exc_info=error)
             self._end(f"its pool crashed: {error!r}")

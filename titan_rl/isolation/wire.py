@@ -292,7 +292,7 @@ class CallResult(NamedTuple):
     failure: Failure | None = None
     """Not None when user code failed."""
     last: bool = False
-    """The process ends after it. What else it was sent can be asked of another one."""
+    """Its memory was used up, and the process ends after it. What else it was sent can be asked of another one."""
 
 
 _Score = tuple[Number, dict[str, float]]
@@ -325,7 +325,7 @@ read_setup_result = reader(SetupResult)
 
 
 class Fork(NamedTuple):
-    """Fork a process that answers calls on the socket sent with this frame. Two `ForkStatus`es follow: one when it is
+    """Fork a process that answers calls on the socket that was sent for it. Two `ForkStatus`es follow: one when it is
     forked, one when it is gone."""
 
     number: int

@@ -65,9 +65,9 @@ def commit(draft: Path) -> Path:
         manifest.write_text(json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n")
         _synced(manifest)
         for directory in [*(each for each in draft.rglob("*") if each.is_dir()), draft]:
-            _sync_directory(directory)
+            _sync(directory)
         os.rename(draft, final)
-        _sync_directory(final.parent)
+        _sync(final.parent)
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise StorageError(f"{final}: the checkpoint could not be written: {error}") from error
@@ -143,13 +143,12 @@ def _checksum(file: Path) -> str:
 
 def _synced(file: Path) -> dict[str, Any]:
     """Size and checksum of a file that is on disk now."""
-    with open(file, "rb") as content:
-        os.fsync(content.fileno())
+    _sync(file)
     return {"bytes": file.stat().st_size, "xxh3_128": _checksum(file)}
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

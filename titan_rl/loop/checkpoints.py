@@ -111,17 +111,16 @@ class Checkpoints:
         ledger.metrics_bytes, ledger.rollouts_bytes = self._metrics.nbytes, self._recorder.nbytes
         encoded = ledger.encode()
         samples = SampleBatch.concat(report.samples for report in ledger.reports.values())
-        kept = [*ledger.older]
-        for version in kept:
+        for version in ledger.older:
             publications.hold(version, KEPT)
         try:
             with activity("checkpoint", step=step):
                 draft = new_draft(self._run, step)
                 await self._system.trainer.begin_checkpoint(draft, step, samples)
         except (StorageError, SampleError, ActorGone) as error:
-            await self._given_up(step, error, publications, kept)
+            await self._give_up(step, error, publications)
         else:
-            self._writing = asyncio.create_task(self._write(draft, step, encoded, publications, kept))
+            self._writing = asyncio.create_task(self._write(draft, step, encoded, publications))
 
     async def written(self) -> Path | None:
         """Wait until the checkpoint that is being written is there; returns the newest one. None: there is none."""
@@ -130,16 +129,15 @@ class Checkpoints:
             await writing
         return next(reversed(checkpoints(self._run)), None)
 
-    async def _write(
-        self, draft: Path, step: int, encoded: bytes, publications: Publications, kept: list[PolicyVersion]
-    ) -> None:
+    async def _write(self, draft: Path, step: int, encoded: bytes, publications: Publications) -> None:
+        kept = tuple(publications[version] for version in publications.held_by(KEPT))
         try:
-            await self._system.trainer.finish_checkpoint(draft, tuple(publications[version] for version in kept))
+            await self._system.trainer.finish_checkpoint(draft, kept)
             await asyncio.to_thread(self._commit, draft, step, encoded)
         except Exception as error:  # whatever it is, a trainer that is gone too
-            await self._given_up(step, error, publications, kept)
+            await self._give_up(step, error, publications)
         else:
-            await _let_go(publications, kept)
+            await publications.release_all(KEPT)
 
     def _commit(self, draft: Path, step: int, encoded: bytes) -> None:
         (draft / LEDGER).write_bytes(encoded)
@@ -149,15 +147,8 @@ class Checkpoints:
         commit(draft)
         prune(self._run, keep=self._system.config.checkpoint.keep, newest=step)
 
-    async def _given_up(
-        self, step: int, error: Exception, publications: Publications, kept: list[PolicyVersion]
-    ) -> None:
+    async def _give_up(self, step: int, error: Exception, publications: Publications) -> None:
         self._say(f"no checkpoint of step {step}, the run goes on: {error}")
         _log.warning("no checkpoint", exc_info=error)
         await asyncio.to_thread(remove_drafts, self._run)
-        await _let_go(publications, kept)
-
-
-async def _let_go(publications: Publications, versions: list[PolicyVersion]) -> None:
-    for version in versions:
-        await publications.release(version, KEPT)
+        await publications.release_all(KEPT)

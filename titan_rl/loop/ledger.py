@@ -18,6 +18,7 @@ from titan_rl.errors import CheckpointError
 from titan_rl.loop.records import RunSummary
 from titan_rl.loop.stages import Evaluation
 from titan_rl.metrics.json_lines import json_object
+from titan_rl.metrics.rollout_record import Failed
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
@@ -35,7 +36,8 @@ class GroupOutcome:
     untrainable: Untrainable | None
     """Why nothing; None: something."""
     detail: str
-    solved: bool = False
+    rollouts: tuple[Failed | None, ...] = ()
+    """What failed of each rollout; None: nothing."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -13,19 +13,22 @@ for the buffer's state.
   its id and keeps its place.
 - A failure in any task ends the run with that error and cancels all other tasks.
 - Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end.
-- A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`).
+- A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`). One that cannot learn,
+  or whose rollouts fail (`failures`), ends with NothingToTrain.
 """
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport
-from titan_rl.errors import ActorGone, RollbackNeeded, SamplesLost
+from titan_rl.errors import ActorGone, NothingToTrain, RollbackNeeded, SamplesLost
+from titan_rl.loop.changes import Changes
 from titan_rl.loop.checkpoints import Checkpoints, restore
 from titan_rl.loop.ledger import GroupOutcome, Ledger, new_ledger
 from titan_rl.loop.lost_groups import RELEASE_SECONDS, LostGroups, check_stores_are_empty, release_samples
@@ -35,15 +38,15 @@ from titan_rl.loop.stages import evaluate, make_filter, warm_up
 from titan_rl.loop.system import System
 from titan_rl.loop.versions import EVALUATED, SERVED, Publications, ServedVersions
 from titan_rl.metrics.activity import Activities, Watchdog
+from titan_rl.metrics.rollout_record import Failed
 from titan_rl.metrics.timeline import timeline
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.rollout.report import GroupReport
+from titan_rl.scheduling.failures import NEWEST, too_many_failures
 from titan_rl.scheduling.group import Batch, Group, Outcome
 from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
 from titan_rl.view.display import RunDisplay
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -64,12 +67,8 @@ class TrainingLoop:
         on_start: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            checkpoints: writes them; None: nobody does.
-            ledger: of the checkpoint in the directory `restore_from`, where the run goes on; None: it begins.
-            on_start: called when the trainer has the weights from which the run begins or goes on.
-        """
+        """`checkpoints`: writes them; None: nobody does. `ledger`: of the checkpoint in the directory `restore_from`,
+        where the run goes on. `on_start`: called when the trainer has the weights from which it begins or goes on."""
         config = system.config
         self._system = system
         self._display = display
@@ -78,29 +77,22 @@ class TrainingLoop:
         self.ledger = ledger = ledger or new_ledger(config)
         self._buffer, self._schedule, self._streak = ledger.buffer, ledger.schedule, ledger.streak
         self._reports, self._outcomes = ledger.reports, ledger.outcomes
+        self._newest: deque[Failed | None] = deque(maxlen=NEWEST)  # rollouts of decided groups
         self._filter = make_filter(config.loop.filter)
-        self._publications = Publications(system.trainer, max_live=config.weights_settings().max_live)
         self._watchdog = Watchdog(seconds=config.loop.watchdog_seconds, clock=clock)
         self._recorder = recorder or Recorder(system.rollouts)
         self.records = StepRecords(
             ledger.summary, self._buffer.limits, self._recorder, display=display, metrics=metrics, clock=clock
         )
         self._activity = Activities(display, self.records.phases, self._watchdog, timeline, clock=clock)
-        self._versions = ServedVersions(
-            self._buffer,
-            self._publications,
-            system.router,
-            self._activity,
-            until=self._until,
-            changed=self._notify,
-            warn=self._warn,
-        )
-        self._lost = LostGroups(ledger, system.rollouts, say=display.print_line, changed=self._notify)
+        changes = self._changes = Changes(display, self._activity)
+        self._publications = Publications(system.trainer, changes, max_live=config.weights_settings().max_live)
+        self._versions = ServedVersions(self._buffer, self._publications, system.router, changes)
+        self._lost = LostGroups(ledger, system.rollouts, changes)
         self._exact = self._buffer.limits.exact_versions
         self.has_weights = restore_from is None
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
-        self._changed = asyncio.Event()
 
     @property
     def summary(self) -> RunSummary:
@@ -110,10 +102,10 @@ class TrainingLoop:
         """Do the whole run, or the rest of it. The final weights of the policy are the ones that were evaluated last.
         Call `end` in any case, after what is to be saved is saved. After RollbackNeeded nothing is left to end."""
         system = self._system
-        system.rollouts.on_lost, system.trainer.on_state_lost = self._lost.store_lost, self._notify
+        system.rollouts.on_lost, system.trainer.on_state_lost = self._lost.store_lost, self._changes.notify
         self._display.print_line(self._buffer.limits.describe())
         stop_watching = self._watchdog.report_every(
-            system.config.loop.watchdog_seconds, lambda report: self._warn(f"watchdog: {report}")
+            system.config.loop.watchdog_seconds, lambda report: self._changes.warn(f"watchdog: {report}")
         )
         failures: tuple[BaseException, ...] = ()
         try:
@@ -193,14 +185,11 @@ class TrainingLoop:
             if EVALUATED in holders:
                 if not self._schedule.is_evaluated(version):
                     await self._versions.serve(version, alone=True)
-                    await self._evaluate_watched(version)
+                    async with asyncio.TaskGroup() as tasks:
+                        watch = tasks.create_task(self._versions.watch())
+                        await self._evaluate(version)
+                        watch.cancel()
                 await self._publications.release(version, EVALUATED)
-
-    async def _evaluate_watched(self, version: PolicyVersion) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(self._versions.watch())
-            await self._evaluate(version)
-            watch.cancel()
 
     # The tasks.
 
@@ -208,7 +197,7 @@ class TrainingLoop:
         """Consumes the stream of prompts. Waits for a free slot, or a group to be played again. Woken by the publisher
         and by groups that are filtered, fail or are lost. Produces a rollout task per group. On failure: the run."""
         playing: set[asyncio.Task[None]] = set()
-        while await self._until(
+        while await self._changes.until(
             "data",
             lambda: "a free slot",
             lambda: self._versions.startable() or self._schedule.admissible(),
@@ -233,46 +222,51 @@ class TrainingLoop:
                 report = await self._system.rollouts.run_group(request)
             except ActorGone as error:  # its worker, or the gateway of its programs
                 return self._lost.player_lost(group, error)
-        outcome = await self._ended(group, report)
+        outcome = replace(await self._ended(group, report), rollouts=tuple(each.failed for each in report.rollouts))
         if self._buffer.is_undecided(group.group_id):
             self._outcomes[group.group_id] = outcome
         while (decided := self._buffer.decide()) is not None:
             self._count(decided, self._outcomes.pop(decided))
             self._buffer.admit(self._schedule.admissible())
-        self._notify()
+        self._changes.notify()
 
     async def _ended(self, group: Group, report: GroupReport) -> GroupOutcome:
+        solved = Untrainable.SOLVED if report.solved else None
         if not report.samples.trained_tokens:
             await self._system.rollouts.release(report.samples)
             self.records.failed(report)
             self._buffer.drop(group.group_id, Outcome.FAILED)
             why = Untrainable.FAILED if report.first_error else Untrainable.EMPTY
-            return GroupOutcome(why, report.first_error, report.solved)
+            return GroupOutcome(solved or why, report.first_error)
         if refusal := self._filter(report):
             await self._system.rollouts.release(report.samples)
+            self.summary.filtered_lengths += [each.sampled_tokens for each in report.rollouts]
             self._buffer.drop(group.group_id, Outcome.FILTERED)
-            return GroupOutcome(Untrainable.FILTERED, refusal, report.solved)
+            return GroupOutcome(solved or Untrainable.FILTERED, refusal)
         self._reports[group.group_id] = report
         oldest = report.oldest_version
         self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
         rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
         still = len(report.rewards) <= 1 and not any(ref.advantage for ref in report.samples.refs)
         still &= not self._system.config.trainer.kl.teacher  # it teaches without rewards
-        return GroupOutcome(Untrainable.EQUAL_REWARDS if still else None, rewards, report.solved)
+        return GroupOutcome(solved or Untrainable.EQUAL_REWARDS if still else None, rewards)
 
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:
         if self.summary.stopped_early:
             return
+        self._newest.extend(outcome.rollouts)
+        if failures := too_many_failures(self._newest, self._system.config.rollout.failure_share):
+            raise NothingToTrain(failures)
         if (why := outcome.untrainable) is None:
             return self._streak.trainable()
-        if self._streak.untrainable(group_id, Untrainable.SOLVED if outcome.solved else why, outcome.detail):
+        if self._streak.untrainable(group_id, why, outcome.detail):
             self._stop_early()
 
     async def _train(self) -> None:
         """Consumes P finished groups. Waits for them. Woken by rollouts. Produces the trainer's next version. On
         failure: lost samples are played again, anything else ends the run."""
-        schedule = self._schedule
-        while batch := await self._until("trainer", schedule.trainer_waits_for, self._take, schedule.all_trained):
+        schedule, until = self._schedule, self._changes.until
+        while batch := await until("trainer", schedule.trainer_waits_for, self._take, schedule.all_trained):
             self._stepping = asyncio.ensure_future(self._step_and_cut(batch))
             await asyncio.shield(self._stepping)  # a run that ends saves a step that is under way, and its numbers
 
@@ -303,7 +297,7 @@ class TrainingLoop:
         self._buffer.trained(PolicyVersion(batch.version.incarnation, step))
         for group_id in batch.group_ids:
             del self._reports[group_id]
-        self._notify()
+        self._changes.notify()
         held: list[HeldReport] = []
         try:
             held = await self._system.rollouts.release(samples)
@@ -314,17 +308,17 @@ class TrainingLoop:
         """Consumes the trainer's versions. Waits for one that is not published, and for a free publication slot. Woken
         by trainer and evaluator. Produces the version under which new groups are played. On failure: the run."""
         ready, over = self._schedule.may_publish, self._schedule.all_published
-        while await self._until("publisher", lambda: "the trainer's next version", ready, over):
+        while await self._changes.until("publisher", lambda: "the trainer's next version", ready, over):
             await self._publish()
 
     async def _evaluator(self) -> None:
         """Consumes versions that are due. Waits for the publisher and is woken by it. Produces an evaluation. On
         failure: the run."""
         due, over = self._schedule.next_due, self._schedule.all_evaluated
-        while version := await self._until("evaluator", lambda: "a version that is due", due, over):
+        while version := await self._changes.until("evaluator", lambda: "a version that is due", due, over):
             await self._evaluate(version)
             await self._versions.end_evaluation(version)
-            self._notify()
+            self._changes.notify()
 
     async def _evaluate(self, version: PolicyVersion) -> None:
         with self._activity("evaluate", version=version):
@@ -339,7 +333,7 @@ class TrainingLoop:
         second thread would save nothing: its 0.5–2 % of a step would come from the cores that the step computes with.
         """
         before = self._publications.newest
-        version = (await self._publications.publish(SERVED, self._activity)).version
+        version = (await self._publications.publish(SERVED)).version
         if self._exact and not first:
             return self._published(version)
         pull = await self._versions.serve_newest(version, alone=first)
@@ -348,14 +342,14 @@ class TrainingLoop:
         self._published(pull.version)
         if before is not None and not first:
             await self._publications.release(before.version, SERVED)
-            self._notify()
+            self._changes.notify()
 
     def _published(self, version: PolicyVersion) -> None:
         if self._schedule.is_due(version):
             self._schedule.make_due(version)
             self._publications.hold(version, EVALUATED)
         self._buffer.published(version)
-        self._notify()
+        self._changes.notify()
 
     def _stop_early(self) -> None:
         """Nothing is left to learn: make the running step, or else the previous one, the last. Then the run ends as
@@ -367,27 +361,3 @@ class TrainingLoop:
         why = f"nothing is left to learn after step {self._schedule.last}: {self._streak.describe()}"
         self.summary.stopped_early = why
         self._display.print_line(f"stopping early: {why}")
-
-    # What they wait for.
-
-    async def _until(
-        self, task: str, why: Callable[[], str], ready: Callable[[], T], over: Callable[[], bool] = lambda: False
-    ) -> T | None:
-        """Wait until `ready` returns something true, and return it. None: it is `over`. Both are called again after
-        every change by a task."""
-        if over():
-            return None
-        if not (value := ready()):
-            with self._activity(task, waits_for=why):
-                while not (value := ready()):
-                    await self._changed.wait()
-                    if over():
-                        return None
-        return value
-
-    def _notify(self) -> None:  # wakes all waiting tasks after a change
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _warn(self, what: str) -> None:
-        self._display.print_line(what, logging.WARNING)

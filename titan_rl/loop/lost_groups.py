@@ -12,11 +12,12 @@ answer.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from titan_rl.actors.rollouts import RolloutWorkers
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorGone, InvariantError, SamplesLost, TitanError
+from titan_rl.loop.changes import Changes
 from titan_rl.loop.ledger import Ledger
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group import MAX_ATTEMPTS, Batch, Group, GroupState
@@ -28,14 +29,10 @@ _log = logging.getLogger(__name__)
 
 
 class LostGroups:
-    def __init__(
-        self, ledger: Ledger, rollouts: RolloutWorkers, *, say: Callable[[str], None], changed: Callable[[], None]
-    ) -> None:
-        """`changed`: called when a group is to be played again."""
+    def __init__(self, ledger: Ledger, rollouts: RolloutWorkers, changes: Changes) -> None:
         self._buffer, self._reports, self._summary = ledger.buffer, ledger.reports, ledger.summary
         self._rollouts = rollouts
-        self._say = say
-        self._changed = changed
+        self._changes = changes
         self._unread: Counter[int] = Counter()  # how often a group's samples could not be had
 
     def player_lost(self, group: Group, error: ActorGone) -> None:
@@ -54,7 +51,7 @@ class LostGroups:
             del self._reports[group_id]
             self._lost(group_id)
         if lost:
-            self._say(f"groups {', '.join(map(str, lost))} were finished and are played again: {reason}")
+            self._changes.say(f"groups {', '.join(map(str, lost))} were finished and are played again: {reason}")
 
     async def batch_lost(self, batch: Batch, error: SamplesLost) -> None:
         """Give a batch up, and play those of its groups again that the error names. Raises SamplesLost: it names no
@@ -66,7 +63,7 @@ class LostGroups:
             raise error
         given_up = []
         for group_id in error.group_ids:
-            self._say(f"group {group_id} is played again: {error}")
+            self._changes.say(f"group {group_id} is played again: {error}")
             given_up.append(self._reports.pop(group_id).samples)
             self._lost(group_id)
         self.store_lost(str(error))
@@ -75,7 +72,7 @@ class LostGroups:
     def _lost(self, group_id: int) -> None:
         self._buffer.lost(group_id)
         self._summary.lost += 1
-        self._changed()
+        self._changes.notify()
 
 
 async def check_stores_are_empty(rollouts: RolloutWorkers) -> None:

@@ -4,7 +4,7 @@ memory."""
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ from titan_rl.routing.health import GONE
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.scheduling.group import Batch, Counts
-from titan_rl.types import NO_VERSION, PolicyVersion, StopReason
+from titan_rl.types import NO_VERSION, FailureKind, PolicyVersion, StopReason
 from titan_rl.view.conversation import transcript
 from titan_rl.view.display import RunDisplay
 from titan_rl.weights.manifest import FleetPull
@@ -43,17 +43,14 @@ class RunSummary:
     """Samples by the age, in steps, at which they were trained."""
     failed: list[GroupReport] = field(default_factory=list)
     """Groups since the last step of which no rollout could be trained."""
+    filtered_lengths: list[int] = field(default_factory=list)
+    """Sampled tokens of the rollouts of groups that were filtered since the last step."""
     lost: int = 0
     """Groups that were lost and played again, each loss counted."""
 
 
 class StepRecords:
-    """Collects and writes.
-
-    Args:
-        summary: of the steps so far, for those to come to be added.
-        limits: of the run's schedule.
-    """
+    """Collects and writes. `summary`: of the steps so far, for those to come to be added."""
 
     def __init__(
         self,
@@ -82,7 +79,7 @@ class StepRecords:
         """Record a group of which no rollout could be trained. It counts in the next step's numbers and is displayed at
         once."""
         self.summary.failed.append(report)
-        self._display.add_group(report.errors, report.late)
+        self._display.add_group(report.failures)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.summary.evaluations.append(replace(evaluation, rollouts=()))
@@ -130,8 +127,13 @@ class StepRecords:
         failed, self.summary.failed = self.summary.failed, []
         rollouts = [rollout for report in [*reports, *failed] for rollout in report.rollouts]
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]
+        filtered, self.summary.filtered_lengths = self.summary.filtered_lengths, []
+        lengths = [rollout.sampled_tokens for rollout in rollouts] + filtered
+        trained_lengths = [each.sampled_tokens for report in reports for each in report.rollouts if not each.error]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
-        late = [rollout.sampled_tokens for rollout in rollouts if rollout.stop_reason is StopReason.TIMEOUT]
+        late, timeouts = [each.sampled_tokens for each in rollouts if each.stop_reason is StopReason.TIMEOUT], {}
+        if late:
+            timeouts = {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
         ages = _ages(batch, reports)
         stats = self._mesh_stats.latest(system)
         reward = float(np.mean(rewards))
@@ -150,17 +152,15 @@ class StepRecords:
                 "rollout/reward_std": float(np.std(rewards)),
                 "rollout/tokens": sampled,
                 "rollout/tokens_per_second": sampled / seconds if seconds else 0.0,
-                "rollout/length_mean": sampled / len(rollouts),
-                "rollout/length_max": max(rollout.sampled_tokens for rollout in rollouts),
+                **_lengths("rollout/length", lengths),
+                **_lengths("rollout/trained_length", trained_lengths),
+                "rollout/length_max": max(lengths),
                 "rollout/truncated_share": truncated,
                 "environment/restarts": sum(report.restarts for report in [*reports, *failed]),
                 "rollout/failed": sum(1 for rollout in rollouts if rollout.error),
-                **{f"rollout/stop_{reason}": share for reason, share in _shares_of_stop_reasons(rollouts).items()},
-                **(
-                    {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
-                    if late
-                    else {}
-                ),
+                **_shares("rollout/failed", FailureKind, [rollout.failure for rollout in rollouts]),
+                **_shares("rollout/stop", StopReason, [rollout.stop_reason for rollout in rollouts]),
+                **timeouts,
                 "rollout/turns_mean": float(np.mean([rollout.turn_count for rollout in rollouts])),
                 "rollout/branched": sum(1 for rollout in rollouts if rollout.branch_count > 1),
                 "rollout/rendered_anew": sum(rollout.rendered_anew for rollout in rollouts),
@@ -190,7 +190,7 @@ class StepRecords:
             groups=batch.group_ids,
         )
         for report in reports:
-            self._display.add_group(report.errors, report.late)
+            self._display.add_group(report.failures)
         if late and self._limits.deterministic:
             ended = f"{counted(len(late), 'rollout')} of step {step} ended by the clock"
             self._display.print_line(f"{ended}: this run may not repeat bit for bit")
@@ -232,9 +232,13 @@ def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:
     ]
 
 
-def _shares_of_stop_reasons(rollouts: Sequence[RolloutRecord]) -> dict[StopReason, float]:
-    counts = Counter(rollout.stop_reason for rollout in rollouts)
-    return {reason: counts[reason] / len(rollouts) for reason in StopReason}
+def _shares(name: str, kinds: Iterable[str], found: Sequence[str | None]) -> dict[str, float]:
+    return {f"{name}_{kind}": found.count(kind) / len(found) for kind in kinds}
+
+
+def _lengths(name: str, tokens: Sequence[int]) -> dict[str, float]:
+    median, long = np.quantile(tokens, (0.5, 0.95)).tolist()
+    return {f"{name}_mean": float(np.mean(tokens)), f"{name}_p50": median, f"{name}_p95": long}
 
 
 def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, float]:

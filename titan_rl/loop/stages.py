@@ -22,13 +22,13 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ConfigError, SamplesLost, TaskError
 from titan_rl.importing import import_name
 from titan_rl.loop.recording import choose_evaluated
+from titan_rl.loop.system import System, group_request
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group import MAX_ATTEMPTS
-from titan_rl.types import PolicyVersion
+from titan_rl.types import PolicyVersion, Purpose
 
 if TYPE_CHECKING:
-    from titan_rl.loop.system import System
     from titan_rl.metrics.activity import Activities
     from titan_rl.view.display import RunDisplay
 
@@ -81,8 +81,8 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
 
 
 def _demonstrate(system: System, step: int, attempt: int = 0) -> asyncio.Task[GroupReport]:
-    request = dataclasses.replace(system.demonstration_group(step), attempt=attempt)
-    return asyncio.create_task(system.rollouts.play(request))
+    request = group_request(system.config, Purpose.DEMONSTRATE, step, samples=system.config.trainer.warmup.batch)
+    return asyncio.create_task(system.rollouts.play(dataclasses.replace(request, attempt=attempt)))
 
 
 async def _shown(demonstrations: asyncio.Task[GroupReport]) -> SampleBatch:
@@ -129,7 +129,7 @@ async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
     groups = [system.held_out_group(prompt, version) for prompt in prompts]
     reports = await system.rollouts.run_groups(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
-    errors = [error for report in reports for error in (*report.errors, *report.late)]
+    errors = [report.first_error for report in reports if report.failures]
     graded = [rollout for rollout in rollouts if not rollout.error]
     if not graded:
         raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
@@ -141,7 +141,7 @@ async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
         exact_match=sum(matches) / len(matches),
         reward=sum(rollout.reward for rollout in graded) / len(graded),
         rollouts=tuple(described),
-        failed=len(errors),
+        failed=len(rollouts) - len(graded),
         first_error=next(iter(errors), ""),
     )
 

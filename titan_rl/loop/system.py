@@ -45,9 +45,6 @@ class System:
         request = group_request(self.config, Purpose.EVALUATE, prompt, temperature=0.0, version=version)
         return replace(request, exact_version=version)
 
-    def demonstration_group(self, step: int) -> GroupRequest:
-        return group_request(self.config, Purpose.DEMONSTRATE, step, samples=self.config.trainer.warmup.batch)
-
 
 def group_request(
     config: RunConfig,

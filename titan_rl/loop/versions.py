@@ -13,14 +13,13 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.errors import RollbackNeeded, WeightsError
-from titan_rl.metrics.activity import Activities
+from titan_rl.loop.changes import Changes
 from titan_rl.scheduling.group import Group
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
@@ -38,12 +37,12 @@ is not going to go away, and the run ends."""
 class Publications:
     """The policy's publications. Belongs to one event loop."""
 
-    def __init__(self, trainer: TrainerClient, *, max_live: int) -> None:
+    def __init__(self, trainer: TrainerClient, changes: Changes, *, max_live: int) -> None:
         self._trainer = trainer
+        self._changes = changes
         self._max_live = max_live
         self._live: dict[PolicyVersion, Publication] = {}
         self._holders: dict[PolicyVersion, set[str]] = {}
-        self._freed = asyncio.Event()
         self._pushing: set[asyncio.Future[Publication]] = set()
 
     def __getitem__(self, version: PolicyVersion) -> Publication:
@@ -71,14 +70,10 @@ class Publications:
         held = (f"{version} by {', '.join(sorted(holders))}" for version, holders in self._holders.items() if holders)
         return f"a place for one more publication (weights.max_live is {self._max_live}); held: {'; '.join(held)}"
 
-    async def publish(self, holder: str, activity: Activities) -> Publication:
+    async def publish(self, holder: str) -> Publication:
         """Publish the trainer's current weights, held by `holder`. Waits for a free slot."""
-        if self.waits_for():
-            with activity("publisher", waits_for=self.waits_for):
-                while self.waits_for():
-                    self._freed.clear()
-                    await self._freed.wait()
-        with activity("publish"):
+        await self._changes.until("publisher", self.waits_for, lambda: not self.waits_for())
+        with self._changes.activity("publish"):
             return await self._push({holder})
 
     async def publish_again(self, directory: Path, version: PolicyVersion, holders: set[str]) -> Publication:
@@ -120,6 +115,10 @@ class Publications:
         self._holders[version].remove(holder)
         await self._free_if_unneeded(version)
 
+    async def release_all(self, holder: str) -> None:
+        for version in self.held_by(holder):
+            await self.release(version, holder)
+
     async def drop(self) -> None:
         """Free all of them, whoever holds them: generators keep what they have pulled."""
         await asyncio.gather(*self._pushing, return_exceptions=True)
@@ -133,29 +132,17 @@ class Publications:
         publication = self._live.pop(version)
         del self._holders[version]
         await self._trainer.release(publication)
-        self._freed.set()
+        self._changes.notify()
 
 
 class ServedVersions:
     """Has the wanted versions served. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        buffer: GroupBuffer,
-        publications: Publications,
-        router: RouterClient,
-        activity: Activities,
-        *,
-        until: Callable[..., Awaitable[Any]],
-        changed: Callable[[], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        """`until`: `TrainingLoop._until`. `changed`: called when one more version is served."""
+    def __init__(self, buffer: GroupBuffer, publications: Publications, router: RouterClient, changes: Changes) -> None:
         self._buffer = buffer
         self._publications = publications
         self._router = router
-        self._activity = activity
-        self._until, self._changed, self._warn = until, changed, warn
+        self._changes = changes
         self._exact = buffer.limits.exact_versions
         self._wanted: list[PolicyVersion] = []  # as the router knows them, where versions are exact
         self._served: set[PolicyVersion] = set()
@@ -169,10 +156,10 @@ class ServedVersions:
         """Have this version served, with the others that are wanted now, or alone. Raises WeightsError: no generator
         could load it."""
         # The trainer may have finished one more step, and that news may not have arrived here yet.
-        await self._until(
+        await self._changes.until(
             "publisher", lambda: f"the end of the step to {version}", lambda: version <= self._buffer.trainer_version
         )
-        with self._activity("pull", version=version):
+        with self._changes.activity("pull", version=version):
             wanted = (self._publications[each] for each in ([version] if alone else self._wanted_now()))
             return await self._router.pull_model_state_dict(*wanted, version=version)
 
@@ -183,7 +170,7 @@ class ServedVersions:
             try:
                 return await self.serve(version, alone=alone)
             except WeightsError as error:
-                self._warn(f"{error}; the trainer publishes its weights again")
+                self._changes.warn(f"{error}; the trainer publishes its weights again")
             version = (await self._publications.replace(version)).version
         return await self.serve(version, alone=alone)
 
@@ -201,14 +188,14 @@ class ServedVersions:
             try:
                 await self.serve(newest.version)
             except WeightsError as error:  # the publisher hears of it too
-                self._warn(f"after the evaluation of {version}: {error}")
+                self._changes.warn(f"after the evaluation of {version}: {error}")
         await self._publications.release(version, LEAVING)
 
     # Where versions are exact.
 
     async def serve_exactly(self, over: Callable[[], bool], tasks: asyncio.TaskGroup) -> None:
         """Consumes the versions that are wanted. Waits for a change of them. Produces pulls. On failure: the run."""
-        while await self._until(
+        while await self._changes.until(
             "fleet", lambda: "a group that needs another version", lambda: self._wanted_now() != self._wanted, over
         ):
             before, self._wanted = self._wanted, self._wanted_now()
@@ -221,8 +208,8 @@ class ServedVersions:
 
     async def release_old(self, over: Callable[[], bool]) -> None:
         """Consumes publications that no active group was sampled by. Waits for one. Frees it. On failure: the run."""
-        while await self._until("publications", lambda: "the end of older groups", lambda: bool(self._old()), over):
-            for version in self._old():
+        while old := await self._changes.until("publications", lambda: "the end of older groups", self._old, over):
+            for version in old:
                 await self._publications.release(version, SERVED)
 
     async def _serve_exactly(self, version: PolicyVersion) -> None:
@@ -232,7 +219,7 @@ class ServedVersions:
             raise RollbackNeeded(f"{error}; the trainer has gone on and cannot publish it again") from error
         if version in self._wanted:  # its groups may have ended meanwhile
             self._served.add(version)
-            self._changed()
+            self._changes.notify()
 
     def _wanted_now(self) -> list[PolicyVersion]:
         publications = self._publications

@@ -13,6 +13,7 @@ overlap freely.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
@@ -79,33 +80,32 @@ class PhaseSeconds:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._open: dict[str, int] = {}
-        self._since: dict[str, float] = {}
+        self._open: Counter[str] = Counter()
+        self._since: dict[str, float] = {}  # up to then the phase is counted
         self._seconds: dict[str, float] = {}
 
     def on_begin(self, span: Span) -> None:
-        if span.waits_for is None:
-            if not self._open.get(span.name):
-                self._since[span.name] = self._clock()
-            self._open[span.name] = self._open.get(span.name, 0) + 1
+        self._change(span, 1)
 
     def on_end(self, span: Span) -> None:
-        if span.waits_for is None:
-            self._open[span.name] -= 1
-            if not self._open[span.name]:
-                self._count(span.name)
+        self._change(span, -1)
 
     def take(self) -> dict[str, float]:
         """Seconds since the last call; a phase that is under way counts up to now."""
-        for phase, spans in self._open.items():
-            if spans:
-                self._count(phase)
+        for phase in self._open:
+            self._count(phase)
         seconds, self._seconds = self._seconds, {}
         return seconds
 
+    def _change(self, span: Span, by: int) -> None:
+        if span.waits_for is None:
+            self._count(span.name)
+            self._open[span.name] += by
+
     def _count(self, phase: str) -> None:
         now = self._clock()
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since[phase]
+        if self._open[phase]:
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since[phase]
         self._since[phase] = now
 
 

@@ -24,12 +24,9 @@ _decode = json.JSONDecoder(parse_constant=lambda name: None).decode
 def json_lines(
     path: Path, every: int = 1, *, start: int = 0, strict: bool = False
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Offset and object of every n-th whole line; none where the file cannot be read.
-
-    Args:
-        start: the offset of the first line; below 0: so many bytes before the end, but for a line cut by that.
-        strict: raise OSError where the file cannot be read, and ValueError where a line is no JSON object.
-    """
+    """Offset and object of every n-th whole line; none where the file cannot be read. `start`: the offset of the first
+    line; below 0: so many bytes before the end, but for a line cut by that. `strict`: raise OSError where the file
+    cannot be read, and ValueError where a line is no JSON object."""
     try:
         with open(path, "rb") as file:
             offset = file.seek(start if start >= 0 else max(0, os.fstat(file.fileno()).st_size + start))

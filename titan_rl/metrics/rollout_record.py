@@ -17,6 +17,7 @@
 import json
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any
 import msgspec
 
 from titan_rl.metrics.json_lines import JsonLines, json_lines
-from titan_rl.types import EXACT_MATCH, Purpose, StopReason
+from titan_rl.types import EXACT_MATCH, FailureKind, Purpose, StopReason
 
 ROLLOUTS = "rollouts.jsonl"
 """Of a run directory."""
@@ -33,10 +34,15 @@ ROLLOUTS = "rollouts.jsonl"
 _log = logging.getLogger(__name__)
 
 NUMBERS = (
-    *("sample", "reward", "reward_parts", "error", "stop_reason", "truncated"),
+    *("sample", "reward", "reward_parts", "error", "failure", "stop_reason", "truncated"),
     *("turn_count", "sampled_tokens", "metrics", "branch_count", "rendered_anew"),
 )
 """What a report says of one rollout of its group, in the order in which it travels and a checkpoint keeps it."""
+
+Failed = tuple[FailureKind, str]
+"""What failed a rollout, and the first line of its error without the prompt's number: equal for equal causes."""
+
+_PROMPT = re.compile(r"(?<=prompt) \d+")
 
 PlainMessage = dict[str, Any]
 """Role and content, and as far as there are any: reasoning, name, tool_calls (name, arguments, raw)."""
@@ -82,7 +88,9 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unweighted value of each reward function by name."""
     stop_reason: StopReason = StopReason.ERROR
     error: str = ""
-    """Non-empty when user code failed; such a rollout is reported, never trained."""
+    """Non-empty when the rollout failed; such a one is reported, never trained, and its reward means nothing."""
+    failure: FailureKind | None = None
+    """What failed; None if and only if there is no error."""
     truncated: bool = False
     """Whether its last turn was cut off."""
     turn_count: int = 0
@@ -107,10 +115,20 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     turns: list[TurnRecord] = []
     branches: list[BranchRecord] = []
 
+    def __post_init__(self) -> None:
+        if self.error and self.failure is None:  # made by a user's rollouter, or read from an older file
+            late = self.stop_reason is StopReason.TIMEOUT
+            msgspec.structs.force_setattr(self, "failure", FailureKind.TIMEOUT if late else FailureKind.TASK)
+
     @property
     def exact_match(self) -> float:
         """By the part of that name. Without one the reward is that of one function, and at least 1 counts."""
         return self.reward_parts.get(EXACT_MATCH, float(self.reward >= 1.0))
+
+    @property
+    def failed(self) -> Failed | None:
+        """None: nothing did."""
+        return (self.failure, _PROMPT.sub("", self.error.partition("\n")[0])) if self.failure else None
 
     @property
     def evaluated(self) -> bool:

@@ -27,13 +27,17 @@ def answer_signals(name: str, *, log: Path | None = None) -> None:
     for the same answer, in the directory where the other processes have theirs."""
 
     def answer(number: int, frame: object) -> None:
-        asked = [_ask(descriptor) for descriptor in tuple(answering)]
+        asked = 0
+        for descriptor in tuple(answering):
+            with contextlib.suppress(OSError):  # it has ended
+                signal.pidfd_send_signal(descriptor, signal.SIGUSR1)
+                asked += 1
         where = "" if log is None else f" in {log.parent}"
         try:
             said = report(name)
         except Exception as error:  # it would end what the main thread is doing
             said = f"{name}: the tasks cannot be told: {type(error).__name__}: {error}\n"
-        said += f"{sum(asked)} more processes answer{where}\n" if asked else ""
+        said += f"{asked} more processes answer{where}\n" if asked else ""
         _write(2, said)
         if log is not None:
             with contextlib.suppress(OSError):  # the run directory is gone
@@ -65,14 +69,6 @@ def _place(work: Any) -> str:
         lines.append(f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}")
         work = work.cr_await
     return f"{name} at {', '.join(lines)}"
-
-
-def _ask(descriptor: int) -> bool:
-    try:
-        signal.pidfd_send_signal(descriptor, signal.SIGUSR1)
-    except OSError:  # it has ended
-        return False
-    return True
 
 
 def _write(descriptor: int, text: str) -> None:

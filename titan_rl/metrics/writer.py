@@ -52,15 +52,10 @@ class MetricsWriter:
         keep_bytes: int = 0,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """
-        Args:
-            directory: of the run; made if absent.
-            config: the run config as nested plain data, shown by W&B.
-            keep_bytes: of a `metrics.jsonl` that is there; what follows them is cut off when the first line is
-                written. Until then the run has not gone on.
-            warn: called when fewer than `keep_bytes` are there, when lines cannot be written and when they can again,
-                and once, in any thread, for each of TensorBoard and W&B that fails.
-        """
+        """`config`: the run's as nested plain data, shown by W&B. `keep_bytes`: of a `metrics.jsonl` that is there;
+        what follows them is cut off when the first line is written: until then the run has not gone on. `warn`: called
+        when fewer are there, when lines cannot be written and when they can again, and once, in any thread, for each of
+        TensorBoard and W&B that fails."""
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS
         self._file = JsonLines(self._path)
@@ -248,10 +243,10 @@ class Backend(threading.Thread):
             self._warn(f"{self.name} {why}; it is told no more, and the run goes on")
 
 
-def close_all(backends: Sequence[Backend], clock: Callable[[], float] = time.monotonic) -> None:
+def close_all(backends: Sequence[Backend]) -> None:
     """Close them side by side, within `CLOSE_SECONDS`."""
-    end = clock() + CLOSE_SECONDS
+    end = time.monotonic() + CLOSE_SECONDS
     for backend in backends:
         backend.put(None)
     for backend in backends:
-        backend.wait(max(0.0, end - clock()))
+        backend.wait(max(0.0, end - time.monotonic()))

@@ -20,16 +20,11 @@ from titan_rl.overrides.command import Command as Command
 from titan_rl.overrides.command import Verb as Verb
 from titan_rl.overrides.command import option_overrides as option_overrides
 from titan_rl.overrides.command import print_error as print_error
-from titan_rl.overrides.command import read_toml as read_toml
-from titan_rl.overrides.command import split_options as split_options
-from titan_rl.overrides.command import toml_overrides as toml_overrides
-from titan_rl.overrides.settings import Override as Override
 from titan_rl.overrides.settings import Rules as Rules
 from titan_rl.overrides.settings import apply as apply
 from titan_rl.overrides.settings import check as check
 from titan_rl.overrides.settings import convert_value as convert_value
 from titan_rl.overrides.settings import did_you_mean as did_you_mean
 from titan_rl.overrides.settings import flat as flat
-from titan_rl.overrides.settings import get_setting as get_setting
 from titan_rl.overrides.settings import to_toml as to_toml
 from titan_rl.overrides.settings import variant as variant

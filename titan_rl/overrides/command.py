@@ -62,10 +62,9 @@ class Verb:
     """Given the command and the program's name; returns the exit code. A ConfigError is printed, with exit code 2."""
     about: str
     """First paragraphs of the help; `{prog}` is the program's name."""
-    options: Mapping[str, str] = field(default_factory=dict)
-    """Options besides settings → a line of help: `--recipe NAME`, `--resume RUN`, `--port PORT`, `--dry-run`."""
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Short option → the setting that it is. One that `options` lists without a value switches its setting on."""
+    options: Mapping[str, str | tuple[str, str]] = field(default_factory=dict)
+    """Options besides settings → a line of help: `--recipe NAME`, `--resume RUN`, `--dry-run`. Of one that is short for
+    a setting, `--port PORT`, the setting and the help; one without a value switches its setting on."""
     config: Callable[[Command], Any] = lambda command: None
     """The config whose settings the help lists; None: there are none."""
     takes_words: bool = False
@@ -73,11 +72,10 @@ class Verb:
     takes_settings: bool = True
 
     def run(self, argv: Sequence[str], *, prog: str) -> int:
-        """Run the verb; returns the exit code."""
         try:
             command = self.read(argv)
             if "--help" in command.flags:
-                print_help(self.config(command), about=self.about.format(prog=prog), options=self.options)
+                self._print_help(self.config(command), prog)
                 return 0
             if command.given and not self.takes_settings:
                 raise ConfigError(f"takes no settings; leave out {', '.join(sorted(command.given))}")
@@ -89,12 +87,12 @@ class Verb:
     def read(self, argv: Sequence[str]) -> Command:
         """The words, and the TOML file that they name. Raises ConfigError: an option without its value, or a TOML file
         that is missing or broken."""
-        flags = {"--help", *(option for option in self.options if " " not in option and option not in self.aliases)}
-        takes_recipe = any(option.startswith("--recipe ") for option in self.options)
-        valued = {option.split()[0] for option in self.options if "." not in option.split()[0]}
-        valued -= {*flags, "--recipe", "--config", *self.aliases}
+        aliases = {option.split()[0]: each[0] for option, each in self.options.items() if isinstance(each, tuple)}
+        flags = {"--help", *(option for option in self.options if " " not in option and option not in aliases)}
+        valued = {"--config", *(option.split()[0] for option in self.options if "." not in option.split()[0])}
+        valued -= {*flags, *aliases}
         command = Command()
-        recipe, file, settings = "", None, []
+        settings: list[tuple[str, str, list[str]]] = []
         arguments = ["--help" if word == "-h" else word for word in argv]
         if self.takes_words:
             first = next((place for place, word in enumerate(arguments) if word.startswith("--")), len(arguments))
@@ -106,30 +104,41 @@ class Verb:
                     raise ConfigError(f"{option}: takes no value, got {' '.join(words)!r}")
                 command.words += words
                 command.flags.add(name)
-            elif name == "--recipe" and takes_recipe:
-                recipe = _single(option, words)
-            elif name == "--config":
-                file = Path(_single(option, words)).expanduser()
             elif name in valued:
                 command.values[name] = _single(option, words)
-            elif name in self.aliases:
+            elif name in aliases:
                 words = words or ["true"] * (name in self.options)  # an option that is listed without a value
                 _single(option, words)
-                settings.append((option, self.aliases[name], words))
+                settings.append((option, aliases[name], words))
             else:
                 settings.append((option, option.removeprefix("--"), words))
-        if file is not None:
+        if name := command.values.pop("--config", ""):
+            file = Path(name).expanduser()
             table = read_toml(file)
-            if takes_recipe:
+            if "--recipe" in valued:
                 command.recipe = table.pop("recipe", "")
                 command.recipe_base = file.resolve().parent
             if not isinstance(command.recipe, str):
                 raise ConfigError(f"{file}: recipe: expected one text, got {command.recipe!r}")
             command.layers.append(toml_overrides(table, file))
-        if recipe:
+        if recipe := command.values.pop("--recipe", ""):
             command.recipe, command.recipe_base = recipe, Path.cwd()
         command.layers.append(option_overrides(settings, Path.cwd()))
         return command
+
+    def _print_help(self, config: Any, prog: str) -> None:
+        print(self.about.format(prog=prog).strip())
+        if self.options:
+            print("\noptions")
+            width = max(map(len, self.options))
+            for option, each in self.options.items():
+                text = f"  {option.ljust(width)}  {each if isinstance(each, str) else each[1]}"
+                print(textwrap.fill(text, WIDTH, subsequent_indent=" " * (width + 4)))
+        if config is not None:
+            print(
+                "\nsettings and their values; the command line wins over --config FILE.toml, and that over the recipe"
+            )
+            print(*_settings(config, "", {option.split()[0] for option in self.options}), sep="\n")
 
 
 def print_error(prog: str, message: object) -> None:
@@ -197,21 +206,6 @@ def _single(option: str, words: list[str]) -> str:
 
 
 WIDTH = 110
-
-
-def print_help(config: Any, *, about: str, options: Mapping[str, str]) -> None:
-    """Print what a verb takes: its options, and the settings of `config` with their values."""
-    print(about.strip())
-    if options:
-        print("\noptions")
-        width = max(map(len, options))
-        for option, text in options.items():
-            print(textwrap.fill(f"  {option.ljust(width)}  {text}", WIDTH, subsequent_indent=" " * (width + 4)))
-    if config is None:
-        return
-    print("\nsettings and their values; the command line wins over --config FILE.toml, and that over the recipe")
-    for line in _settings(config, "", {option.split()[0] for option in options}):
-        print(line)
 
 
 def _settings(config: Any, prefix: str, listed: Collection[str] = ()) -> Iterator[str]:

@@ -30,12 +30,6 @@ Table = dict[str, Any]
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-def get_setting(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
-
-
 def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Settings of nested plain data by their dotted names; those of the n-th table in a list as `list.n.name`."""
     for name, value in table.items():
@@ -53,9 +47,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     The last part of a dotted name counts most: who writes `--lr` means `--trainer.optimizer.lr`.
     """
     candidates = list(known)
-    last_parts: dict[str, str] = {}
-    for candidate in candidates:
-        last_parts.setdefault(candidate.rpartition(".")[2], candidate)
+    last_parts = {candidate.rpartition(".")[2]: candidate for candidate in reversed(candidates)}
     nearly_equal = difflib.get_close_matches(name, candidates, n=1, cutoff=0.8)
     same_part = difflib.get_close_matches(name.rpartition(".")[2], last_parts, n=1, cutoff=0.7)
     similar = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
@@ -329,7 +321,7 @@ def _value(hint: Any, override: Override, before: Any) -> Any:
     return convert_value(hint, override.value, override.origin, words=override.words)
 
 
-# --- TOML ------------------------------------------------------------------------------------------------------------
+# --- plain data ------------------------------------------------------------------------------------------------------
 
 
 def to_toml(config: Any) -> str:
@@ -344,9 +336,6 @@ def to_toml(config: Any) -> str:
         }
 
     return tomli_w.dumps(without_none(_as_table(config)))
-
-
-# --- plain data ------------------------------------------------------------------------------------------------------
 
 
 def _as_table(config: Any, prefix: str = "") -> Table:

@@ -14,13 +14,13 @@ examples:
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from titan_rl.bounds import Count, CountOrZero, NotNegative, Seed
+from titan_rl.bounds import Count, CountOrZero, Seed
 from titan_rl.errors import ConfigError
 from titan_rl.overrides import Command, Verb, apply
-from titan_rl.planner.scenario import EngineSpeed, Lengths, Scenario, TrainerSpeed, log_normal, recorded, uniform
+from titan_rl.planner.scenario import Lengths, Scenario, Workload, read_lengths
 from titan_rl.planner.simulation import Result, simulate
 
 COLUMNS = {
@@ -49,8 +49,9 @@ LEGEND = (
 
 
 @dataclass(kw_only=True, slots=True)
-class PlanConfig:
-    """The run, and what is compared. The first four settings take several values: there is one row per combination."""
+class PlanConfig(Workload):
+    """The run, and what is compared. Four settings take several values: there is one row per combination. The seconds
+    per token of `trainer` are those of ONE device."""
 
     trainer_devices: tuple[Count, ...] = (6,)
     """Devices that train; the rest generates."""
@@ -63,34 +64,11 @@ class PlanConfig:
     devices: Count = 16
     """In all."""
     devices_per_generator: Count = 1
-    groups_per_step: Count = 128
-    samples_per_group: Count = 16
-    steps: Count = 20
-    """Optimizer steps to simulate."""
     lengths: str = "lognormal:4000:1.0:27000"
     """Tokens per completion: constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST (spread of the logarithm) or
     file:PATH (one number per line)."""
-    prompt_tokens: CountOrZero = 512
-    """Of every prompt."""
-    group_seconds: NotNegative = 0.0
-    """From a group's last token to its samples: environment, rewards."""
-    strategy: str = "least_loaded"
-    """As `router.strategy`."""
-    max_syncing: CountOrZero = 0
-    """Generators that drain at once; 0: all."""
     seed: Seed = 0
     """Of the lengths."""
-    engine: EngineSpeed = field(
-        default_factory=lambda: EngineSpeed(
-            seconds_per_step=0.010, seconds_per_sequence=7e-5, seconds_per_prompt_token=5e-5, seconds_per_load=2.0
-        )
-    )
-    trainer: TrainerSpeed = field(
-        default_factory=lambda: TrainerSpeed(
-            seconds_per_step=2.0, seconds_per_token=1.4e-4, seconds_per_publication=2.0
-        )
-    )
-    """`seconds_per_token` is that of ONE device."""
 
     def __post_init__(self) -> None:
         for trainers in self.trainer_devices:
@@ -140,40 +118,12 @@ def plan(config: PlanConfig) -> list[dict[str, Any]]:
     return rows
 
 
-def read_lengths(text: str, seed: int) -> Lengths:
-    """`constant:N`, `uniform:LEAST:MOST`, `lognormal:MEAN:SPREAD:MOST` or `file:PATH`."""
-    kind, _, rest = text.partition(":")
-    try:
-        match kind, rest.split(":"):
-            case "constant", [tokens]:
-                return uniform(int(tokens), int(tokens))
-            case "uniform", [least, most]:
-                return uniform(int(least), int(most), seed=seed)
-            case "lognormal", [mean, spread, most]:
-                return log_normal(float(mean), float(spread), most=int(most), seed=seed)
-            case "file", _:
-                return recorded(rest, seed=seed)
-    except ValueError as error:
-        raise ConfigError(f"--lengths {text}: {error}") from error
-    raise ConfigError(
-        f"--lengths {text}: expected constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST or file:PATH"
-    )
-
-
 def _scenario(config: PlanConfig, lengths: Lengths, trainers: int, generator_devices: int) -> Scenario:
     """The synchronous run: each step begins when every generator serves the version of the one before."""
-    return Scenario(
-        lengths=lengths,
-        prompt_tokens=config.prompt_tokens,
-        engine=config.engine,
-        trainer=replace(config.trainer, seconds_per_token=config.trainer.seconds_per_token / trainers),
-        generators=generator_devices // config.devices_per_generator,
-        groups_per_step=config.groups_per_step,
-        samples_per_group=config.samples_per_group,
-        strategy=config.strategy,
-        seconds_per_group=config.group_seconds,
-        steps=config.steps,
-    )
+    workload = {each.name: getattr(config, each.name) for each in fields(Workload)}
+    workload["trainer"] = replace(config.trainer, seconds_per_token=config.trainer.seconds_per_token / trainers)
+    workload["max_syncing"] = 0  # in turn, all change their weights while none generates
+    return Scenario(**workload, lengths=lengths, generators=generator_devices // config.devices_per_generator)
 
 
 def _row(result: Result, synchronous: Result, colocated: Result) -> dict[str, Any]:
@@ -189,7 +139,7 @@ def _row(result: Result, synchronous: Result, colocated: Result) -> dict[str, An
         "ages": {str(age): count for age, count in result.ages.items()},
         "max_age": max(result.ages, default=0),
         "bound": scenario.limits.bound,
-        "trained_to_population_length": result.trained_length / result.population_length,
+        "trained_to_population_length": result.trained_to_population_length,
     }
 
 

@@ -22,13 +22,15 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from numpy.random import PCG64, Generator
 
-from titan_rl.bounds import Count, NotNegative, Positive
+from titan_rl.bounds import Count, CountOrZero, NotNegative, Positive
 from titan_rl.errors import ConfigError
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.types import PolicyVersion
@@ -37,43 +39,42 @@ Lengths = Callable[[int, int], list[int]]
 """Tokens of the completions of a group, by its id and their number: each at least 1."""
 
 
-def uniform(least: int, most: int, *, seed: int = 0) -> Lengths:
-    """Every length from `least` to `most` is equally likely."""
-    if not 1 <= least <= most:
-        raise ConfigError(f"lengths are at least 1 token and at most as many as that, got {least} to {most}")
-    return lambda group, samples: _chance(seed, group).integers(least, most, samples, endpoint=True).tolist()
-
-
-def log_normal(mean: float, spread: float, *, most: int, seed: int = 0) -> Lengths:
-    """Long-tailed: the logarithm has the standard deviation `spread`. Sampling stops at `most`; `mean` is before that
-    cut."""
-    if mean <= 0 or spread < 0 or most < 1:
-        raise ConfigError(
-            f"a log-normal length has a positive mean, a spread of at least 0 and room for a token, got {mean}, "
-            f"{spread}, {most}"
-        )
-    location = math.log(mean) - spread**2 / 2
+def read_lengths(text: str, seed: int = 0) -> Lengths:
+    """Of a distribution by its name, or drawn with replacement from a file of one number per line. The mean of a
+    log-normal one is before sampling stops at MOST. Raises ConfigError."""
+    kind, _, rest = text.partition(":")
+    most = math.inf
+    draw: partial[np.ndarray]
+    try:
+        match kind, rest.split(":"):
+            case "constant", [tokens]:
+                least = int(tokens)
+                draw = partial(Generator.integers, low=least, high=least, endpoint=True)
+            case "uniform", [low, high]:
+                least = int(low)
+                draw = partial(Generator.integers, low=least, high=int(high), endpoint=True)
+            case "lognormal", [mean, spread, cut]:
+                least = most = int(cut)
+                location = math.log(float(mean)) - float(spread) ** 2 / 2
+                draw = partial(Generator.lognormal, mean=location, sigma=float(spread))
+            case "file", _:
+                known = [int(line) for line in Path(rest).read_text().split()]
+                least = min(known)
+                draw = partial(Generator.choice, a=np.array(known, np.int64))
+            case _:
+                raise ValueError("that is no distribution of lengths")
+        draw(Generator(PCG64(seed)), size=1)  # raises where the numbers make no sense
+        if least < 1:
+            raise ValueError(f"a length of {least} tokens")
+    except (OSError, ValueError) as error:
+        forms = "constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST or file:PATH, of at least 1 token"
+        raise ConfigError(f"--lengths {text}: {error}; expected {forms}") from error
 
     def lengths(group: int, samples: int) -> list[int]:
-        drawn = _chance(seed, group).lognormal(location, spread, samples)
+        drawn = draw(Generator(PCG64([seed, group])), size=samples)
         return np.clip(np.rint(drawn), 1, most).astype(int).tolist()
 
     return lengths
-
-
-def recorded(path: str | Path, *, seed: int = 0) -> Lengths:
-    """Drawn, with replacement, from the lengths in a file, one per line; raises ConfigError where it holds none."""
-    try:
-        known = np.array([int(line) for line in Path(path).read_text().split()], np.int64)  # [N]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: expected one whole number per line: {error}") from error
-    if not len(known) or known.min() < 1:
-        raise ConfigError(f"{path}: expected at least one number, each of them positive")
-    return lambda group, samples: _chance(seed, group).choice(known, samples).tolist()
-
-
-def _chance(seed: int, group_id: int) -> np.random.Generator:
-    return np.random.Generator(np.random.PCG64([seed, group_id]))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,25 +124,41 @@ class TrainerSpeed:
         return self.seconds_per_step + self.seconds_per_token * tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+@dataclass(slots=True, kw_only=True)
+class Workload:
+    """What is sampled and trained, and how fast. By default a 7B policy with long answers."""
+
+    groups_per_step: Count = 128
+    samples_per_group: Count = 16
+    steps: Count = 20
+    """Optimizer steps to simulate."""
+    prompt_tokens: CountOrZero = 512
+    """Of every prompt."""
+    group_seconds: NotNegative = 0.0
+    """From a group's last token to its samples: environment, rewards."""
+    strategy: str = "least_loaded"
+    """As `router.strategy`."""
+    max_syncing: CountOrZero = 0
+    """Generators that drain at once; 0: all."""
+    engine: EngineSpeed = field(
+        default_factory=lambda: EngineSpeed(
+            seconds_per_step=0.010, seconds_per_sequence=7e-5, seconds_per_prompt_token=5e-5, seconds_per_load=2.0
+        )
+    )
+    trainer: TrainerSpeed = field(
+        default_factory=lambda: TrainerSpeed(
+            seconds_per_step=2.0, seconds_per_token=1.4e-4, seconds_per_publication=2.0
+        )
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Scenario(Workload):
     lengths: Lengths
-    prompt_tokens: int = 0
-    engine: EngineSpeed
-    trainer: TrainerSpeed
     generators: int = 1
-    groups_per_step: int = 32
-    samples_per_group: int = 8
     max_staleness: int = 0
     window: int = 1
     weight_sync: Literal["drain", "hot_swap"] = "hot_swap"
-    max_syncing: int = 0
-    """Generators that may drain at once; 0: all (`router.max_syncing`)."""
-    strategy: str = "least_loaded"
-    """As `router.strategy`."""
-    seconds_per_group: float = 0.0
-    """From a group's last token to its samples being ready: environment, reward, transfer."""
-    steps: int = 100
 
     @property
     def limits(self) -> StalenessLimits:
@@ -171,7 +188,6 @@ class PlannedEngine:
         self.due = math.inf
         """When `boundary` is to be called."""
         self.busy_seconds = 0.0
-        self.sampled_tokens = 0
         self._queue: deque[Sequence] = deque()
         self._batch: list[tuple[int, int, Sequence]] = []  # heap of (step that it finishes with, order, sequence)
         self._step = 0  # steps so far
@@ -203,7 +219,6 @@ class PlannedEngine:
             self.version, self._loading = loaded, None
         elif self._batch:
             self.busy_seconds += self._ahead * self._speed.step_seconds(len(self._batch))
-            self.sampled_tokens += self._ahead * len(self._batch)
             self._step += self._ahead
             while self._batch and self._batch[0][0] <= self._step:
                 finished.append(heapq.heappop(self._batch)[2])

@@ -22,11 +22,13 @@ The figures are those of the trained groups, so T is never below the bound.
 
 import heapq
 import itertools
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +39,6 @@ from titan_rl.routing.dispatcher import Assignment, Dispatcher
 from titan_rl.routing.health import Fleet, Phase
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.routing.version_plan import VersionPlan
-from titan_rl.scheduling.group import Group
 from titan_rl.scheduling.group_buffer import INITIAL_VERSION, GroupBuffer
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 
@@ -81,10 +82,8 @@ class Result:
     needed: dict[Resource, float]
     ages: dict[int, int]
     """Staleness in steps → groups trained at that age."""
-    trained_length: float
-    """Mean tokens of trained completions."""
-    population_length: float
-    """Mean tokens of all completions that were asked for."""
+    trained_to_population_length: float
+    """Mean tokens of trained completions, by those of all that were asked for."""
     trainer_busy: float
     """Share of the time."""
     generators_busy: float
@@ -143,8 +142,8 @@ class _Simulation:
         # The router does not know how long an answer will be: every request asks for the same, as in a run.
         self._sampling = SamplingParams(max_new_tokens=1)
         self._playing: dict[int, _Playing] = {}
-        self._lengths: dict[str, int] = {}  # of live requests
-        self._events: list[tuple[float, int, str, Callable[[], None] | None]] = []
+        self._waiting: dict[str, Sequence] = {}  # by request id, until it is sent
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
         self._training = False
@@ -161,15 +160,12 @@ class _Simulation:
             self._plan.verified(name, INITIAL_VERSION)
         self._admit()
         while self._buffer.trainer_version.step < self._scenario.steps:
-            self._now, _, name, action = heapq.heappop(self._events)
-            if action is not None:
-                action()
-            elif self._engines[name].due == self._now:
-                self._boundary(name)
+            self._now, _, action = heapq.heappop(self._events)
+            action()
         return self._result()
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._events, (time, next(self._order), "", action))
+        heapq.heappush(self._events, (time, next(self._order), action))
 
     # Generation.
 
@@ -177,50 +173,40 @@ class _Simulation:
         requests: list[GenerationRequest] = []
         for group in self._buffer.admit():
             self._buffer.start(group.group_id)
-            requests += self._requests(group)
+            lengths = self._scenario.lengths(group.group_id, self._scenario.samples_per_group)
+            self._playing[group.group_id] = _Playing(len(lengths), sum(lengths), max(lengths))
+            self._asked += len(lengths)
+            self._asked_tokens += sum(lengths)
+            for sample, length in enumerate(lengths):
+                sequence = Sequence(f"{group.group_id}.{sample}", group.group_id, self._scenario.prompt_tokens, length)
+                self._waiting[sequence.request_id] = sequence
+                requests.append(
+                    GenerationRequest(
+                        request_id=sequence.request_id,
+                        prompt_token_ids=self._prompt,
+                        sampling=self._sampling,
+                        seed=0,
+                        min_version=group.min_version,
+                    )
+                )
         self._send(self._dispatcher.submit(requests, self._now))
 
-    def _requests(self, group: Group) -> list[GenerationRequest]:
-        lengths = self._scenario.lengths(group.group_id, self._scenario.samples_per_group)
-        self._playing[group.group_id] = _Playing(len(lengths), sum(lengths), max(lengths))
-        self._asked += len(lengths)
-        self._asked_tokens += sum(lengths)
-        requests = []
-        for sample, length in enumerate(lengths):
-            request_id = f"{group.group_id}.{sample}"
-            self._lengths[request_id] = length
-            requests.append(
-                GenerationRequest(
-                    request_id=request_id,
-                    prompt_token_ids=self._prompt,
-                    sampling=self._sampling,
-                    seed=0,
-                    min_version=group.min_version,
-                )
-            )
-        return requests
-
     def _send(self, assignments: list[Assignment]) -> None:
-        touched: dict[str, None] = {}
         for assignment in assignments:
-            request = assignment.request
-            group_id = int(request.request_id.partition(".")[0])
-            sequence = Sequence(
-                request.request_id, group_id, self._scenario.prompt_tokens, self._lengths.pop(request.request_id)
-            )
+            sequence = self._waiting.pop(assignment.request.request_id)
             self._engines[assignment.generator].add(sequence, self._now)
-            touched[assignment.generator] = None
-        for name in touched:
+        for name in dict.fromkeys(assignment.generator for assignment in assignments):
             self._schedule(name)
 
     def _schedule(self, name: str) -> None:
         """An event at the engine's next boundary; those for boundaries that moved since are ignored when they come."""
-        due = self._engines[name].due
-        if due != float("inf"):
-            heapq.heappush(self._events, (due, next(self._order), name, None))
+        if (due := self._engines[name].due) != math.inf:
+            self._at(due, partial(self._boundary, name))
 
     def _boundary(self, name: str) -> None:
         engine = self._engines[name]
+        if engine.due != self._now:
+            return
         finished, loaded = engine.boundary()
         self._schedule(name)
         for sequence in finished:
@@ -240,8 +226,8 @@ class _Simulation:
             playing.oldest = version
         if playing.left:
             return
-        if self._scenario.seconds_per_group:
-            self._at(self._now + self._scenario.seconds_per_group, lambda: self._ready(group_id))
+        if self._scenario.group_seconds:
+            self._at(self._now + self._scenario.group_seconds, lambda: self._ready(group_id))
         else:
             self._ready(group_id)
 
@@ -264,7 +250,7 @@ class _Simulation:
         prompts = len(groups) * self._scenario.samples_per_group * self._scenario.prompt_tokens
         seconds = self._scenario.trainer.step_seconds(sampled + prompts)
         pace = self._scenario.engine.step_seconds(1)
-        held = sum(group.longest * pace + self._scenario.seconds_per_group + seconds for group in groups)
+        held = sum(group.longest * pace + self._scenario.group_seconds + seconds for group in groups)
         work = Work(train_seconds=seconds, prompt_tokens=prompts, sampled_tokens=sampled, slot_seconds=held)
         self._at(self._now + seconds, lambda: self._trained(work))
 
@@ -325,8 +311,7 @@ class _Simulation:
             trained_tokens=work.sampled_tokens,
             needed=seconds_needed(scenario, work),
             ages=dict(sorted(self._ages.items())),
-            trained_length=work.sampled_tokens / samples,
-            population_length=self._asked_tokens / self._asked,
+            trained_to_population_length=work.sampled_tokens / samples / (self._asked_tokens / self._asked),
             trainer_busy=work.train_seconds / self._now,
             generators_busy=sum(e.busy_seconds for e in self._engines.values()) / self._now / len(self._engines),
         )

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,14 +32,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from titan_rl import train
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.metrics.rollout_record import RolloutRecord, to_line
 from titan_rl.one_line import counted
-from titan_rl.overrides import EXIT_USAGE, Command, Verb
+from titan_rl.overrides import Command, Verb
 from titan_rl.playing.policies import first_run, number_of, read_task, run_until_signal, server_at, weights_player
-from titan_rl.run.checks import check_environment, problems_of
+from titan_rl.run.checks import check_environment
 from titan_rl.run.players import Player, message_player
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import GroupRequest, Purpose
@@ -54,7 +53,6 @@ AT_ONCE = 1024
 """Rollouts that are played at a time: enough to fill the engines."""
 WIDEST = 400
 """Columns of the table at most, whatever the terminal has: a row that is folded cannot be read."""
-CONFIDENCE = 0.95
 _Z = 1.959963984540054  # of the normal distribution, two-sided
 RESAMPLES = 10_000
 """Of the bootstrap: its own error in a bound is then about a fiftieth of the interval."""
@@ -85,8 +83,6 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 def share(passed: int, of: int) -> Estimate:
     """A pass rate with Wilson's score interval (E. B. Wilson 1927)."""
-    if not 0 <= passed <= of or not of:
-        raise ValueError(f"{passed} of {of}")
     rate = passed / of
     middle = (rate + _Z**2 / (2 * of)) / (1 + _Z**2 / of)
     half = _Z / (1 + _Z**2 / of) * math.sqrt(rate * (1 - rate) / of + _Z**2 / (4 * of**2))
@@ -94,27 +90,23 @@ def share(passed: int, of: int) -> Estimate:
     return Estimate(rate, low, 1.0 if passed == of else middle + half)
 
 
-def mean(values: Sequence[float], seed: int = 0) -> Estimate:
+def mean(values: Sequence[float]) -> Estimate:
     """The mean over prompts, with a percentile bootstrap over them."""
-    if not values:
-        raise ValueError("no values")
     numbers = np.asarray(values, dtype=np.float64)
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(0)
     rows = max(1, _AT_ONCE // len(numbers))
     means: list[np.ndarray] = []
     for first in range(0, RESAMPLES, rows):
         drawn = draw.integers(len(numbers), size=(min(rows, RESAMPLES - first), len(numbers)))
         means.append(numbers[drawn].mean(axis=1))
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(np.concatenate(means), [tail, 1 - tail])
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return Estimate(float(numbers.mean()), float(low), float(high))
 
 
-def difference(first: Mapping[int, float], second: Mapping[int, float], seed: int = 0) -> Estimate | None:
-    """How much more the second policy has than the first, on the prompts of both; None: there are none. `first`,
-    `second`: value by prompt."""
+def difference(first: Values, second: Values) -> Estimate | None:
+    """How much more the second policy has than the first, on the prompts of both; None: there are none."""
     both = sorted(first.keys() & second.keys())
-    return mean([second[prompt] - first[prompt] for prompt in both], seed) if both else None
+    return mean([second[prompt] - first[prompt] for prompt in both]) if both else None
 
 
 @dataclass(slots=True)
@@ -123,20 +115,20 @@ class Scores:
     greedy: dict[int, RolloutRecord] = field(default_factory=dict)
     """By prompt; only those that were graded."""
     sampled: dict[int, list[RolloutRecord]] = field(default_factory=dict)
-    failed: int = 0
-    first_error: str = ""
+    errors: list[str] = field(default_factory=list)
+    """Of those that failed."""
 
     def add(self, rollout: RolloutRecord, *, greedy: bool) -> None:
         if rollout.error:
-            self.failed += 1
-            self.first_error = self.first_error or rollout.error
+            self.errors.append(rollout.error)
         elif greedy:
             self.greedy[rollout.group] = rollout
         else:
             self.sampled.setdefault(rollout.group, []).append(rollout)
 
     def measures(self, samples: int) -> dict[str, Values]:
-        """Every measure's value by prompt. A prompt has a pass@k where at least k of its rollouts were graded."""
+        """Every measure's value by prompt. A prompt has a pass@k where at least k of its rollouts were graded; k is a
+        power of two, or `samples`."""
         found = {
             "exact match, greedy": {prompt: rollout.exact_match for prompt, rollout in self.greedy.items()},
             "reward, greedy": {prompt: rollout.reward for prompt, rollout in self.greedy.items()},
@@ -145,19 +137,13 @@ class Scores:
                 for prompt, rollouts in self.sampled.items()
             },
         }
-        for k in powers_of_two(samples):
+        for k in sorted({*(1 << power for power in range(samples.bit_length())), samples} - {0}):
             found[f"pass@{k}"] = {
                 prompt: pass_at_k(len(rollouts), sum(rollout.exact_match >= 1 for rollout in rollouts), k)
                 for prompt, rollouts in self.sampled.items()
                 if len(rollouts) >= k
             }
         return {name: values for name, values in found.items() if values}
-
-
-def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, … and `most` itself."""
-    powers = {1 << power for power in range(most.bit_length())}
-    return sorted(powers | {most} - {0})
 
 
 def estimate(values: Values) -> Estimate:
@@ -192,7 +178,7 @@ async def play(player: Player, scores: Scores, *, samples: int, temperature: flo
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
     if not (scores.greedy or scores.sampled):
-        raise TaskError(f"all {scores.failed} rollouts failed; the first: {scores.first_error}")
+        raise TaskError(f"all {len(scores.errors)} rollouts failed; the first: {scores.errors[0]}")
 
 
 def table(all_scores: Sequence[Scores], samples: int) -> Table:
@@ -233,13 +219,11 @@ def _act(command: Command, prog: str) -> int:
     config = task.config
     samples = number_of(command, "--samples", SAMPLES, least=0)
     temperature = _temperature(command, config)
-    if not train.may_start(problems_of(lambda: check_environment(config)), prog):
-        return EXIT_USAGE
+    check_environment(config)
     # before a fleet is started for the others
     servers = [server_at(policy, command) if "://" in policy else None for policy in policies]
-    console = Console(highlight=False, markup=False, emoji=False)
-
-    print_line = partial(console.print, style="dim", markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+    print_line = partial(console.print, style="dim")
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
         all_scores = [Scores(name) for name in names_of(policies)]
@@ -256,13 +240,9 @@ def _act(command: Command, prog: str) -> int:
         console.print(f"\n{config.environment.name}, sampled {samples} times at temperature {temperature:g}\n")
         Console(highlight=False, width=WIDEST).print(table(all_scores, samples))
         for scores in all_scores:
-            if scores.failed:
-                console.print(
-                    f"{scores.name}: {counted(scores.failed, 'failed rollout')} not counted; the first: "
-                    f"{scores.first_error}",
-                    markup=False,
-                    soft_wrap=True,
-                )
+            if errors := scores.errors:
+                failed = counted(len(errors), "failed rollout")
+                console.print(f"{scores.name}: {failed} not counted; the first: {errors[0]}")
         console.print()
         return 0, f"is done; every rollout is in {directory / RESULTS}"
 
@@ -284,14 +264,13 @@ VERB = Verb(
     act=_act,
     about=__doc__,
     options={
-        "--task TASK": "file.py:Class, pkg.mod:Class or a bundled task, as --environment.name",
+        "--task TASK": ("environment.name", "file.py:Class, pkg.mod:Class or a bundled task, as --environment.name"),
         "--samples N": f"sampled rollouts of each prompt ({SAMPLES}); 0: greedy only",
         "--temperature T": "of sampling (rollout.sampling.temperature)",
-        "--prompts N": "held-out prompts, as --evaluation.prompts",
+        "--prompts N": ("evaluation.prompts", "held-out prompts, as --evaluation.prompts"),
         "--model NAME": f"of the servers at URLs (their first one); a key is read from {KEY_VARIABLE}",
         "--recipe NAME": "play with the task and settings of a recipe",
         "--config FILE.toml": "settings; relative file names in it start at its directory",
     },
-    aliases={"--task": "environment.name", "--prompts": "evaluation.prompts"},
     takes_words=True,
 )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from titan_rl import serve, train
 from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.directories import CONFIG
-from titan_rl.errors import ActorGone, ConfigError, RequestLost
+from titan_rl.errors import ActorGone, ConfigError, ConfigWarning, RequestLost
 from titan_rl.export import export_weights
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.gateway.openai_client import ChatServer
@@ -23,16 +23,14 @@ from titan_rl.overrides import Command
 from titan_rl.policy.config import PolicyConfig
 from titan_rl.rollout.config import RolloutConfig, SamplingConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.run.checks import Severity, check_serving
+from titan_rl.run.checks import check_run
 from titan_rl.run.players import Player
 from titan_rl.run.runs import find
 from titan_rl.serve import KEY_VARIABLE
-from titan_rl.supervision.process import prepare_controller
 from titan_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
     from titan_rl.run.start import Options
-    from titan_rl.supervision.run_end import RunEnd
 
 BARE = "titan_rl.playing.policies:bare_recipe"
 LONGEST_TURN = 512
@@ -113,8 +111,8 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
         config = replace(task.config, policy=PolicyConfig(path=str(directory)))
         if "generator.max_model_len" not in task.given:
             config = serve.with_checkpoint_length(config)
-        problems = check_serving(config, detect_host(), gateway)
-        if refusals := [each.sentence for each in problems if each.severity is not Severity.WARNING]:
+        problems = check_run(config, detect_host(), gateway)
+        if refusals := [str(each) for each in problems if not isinstance(each, ConfigWarning)]:
             raise ConfigError("; ".join(refusals))
         wanted: Options = {**options, "imports": task.imports}
         async with bring_up(config, gateway, **wanted) as up:
@@ -139,26 +137,11 @@ def run_until_signal(
     work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
     print_line: Callable[[str], None],
 ) -> int:
-    """Do work that serves weights, in a directory of its own with logs, until it ends or a signal comes; returns the
-    exit code. `work`: returns the exit code, and how it ended, in words."""
-    train.remove_torchrun_variables(os.environ)
-    prepare_controller()
-    from titan_rl.run.run import conduct
+    """`run_serving`, in a process that has loaded nothing of it so far."""
+    train.become_controller()
+    from titan_rl.run.run import run_serving
 
-    async def begin(directory: Path, run_end: RunEnd) -> tuple[int, str]:
-        options: Options = {
-            "run_end": run_end,
-            "log_directory": directory / "logs",
-            "on_mesh": lambda mesh, doing: print_line(f"{mesh}: {doing}"),
-            "say": print_line,
-        }
-        return await run_end.watch(work(directory, options))
-
-    def last_lines(how: str, directory: Path) -> Iterator[str]:
-        yield f"{verb} {how}; logs: {directory / 'logs'}"
-
-    named = replace(config, recipe=verb, logging=replace(config.logging, name=""))
-    return conduct(named, begin, last_lines, say=print_line, stopping="closing")
+    return run_serving(verb, replace(config, logging=replace(config.logging, name="")), work, print_line)
 
 
 @contextmanager

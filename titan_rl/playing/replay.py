@@ -18,7 +18,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import repeat, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_records
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb, print_error
+from titan_rl.playing.policies import number_of
 from titan_rl.run.runs import Resume, check_differences, differences, find
 from titan_rl.train import check_and_run, config_of_run, resolve, settings_of
 from titan_rl.types import Purpose
@@ -57,7 +58,7 @@ NOT_DETERMINISTIC = (
 
 def _act(command: Command, prog: str) -> int:
     run = find(Path(command.word("run: its directory"))).run
-    recorded = _recorded(run, command.values)
+    recorded = _recorded(run, command)
     step = recorded[0].step
     config, imports = _config(run, command)
     if not config.deterministic:
@@ -122,24 +123,18 @@ def facts(record: RolloutRecord) -> Iterator[tuple[str, Any]]:
     rest follows from them."""
     for branch in record.branches:
         of = f" of branch {branch.sample}" if len(record.branches) > 1 else ""
-        lists = (
-            branch.texts,
-            branch.logprobs,
-            branch.versions,
-            branch.trained,
-            branch.trainer_logprobs,
-            branch.weights,
-        )
-        columns = (repeat(None) if values is None else values for values in lists)
-        tokens = zip(branch.token_ids, *columns, strict=False)
-        for place, (token_id, text, logprob, version, trained, trainer, weight) in enumerate(tokens):
-            token = f"token {place}{of}"
+        numbers = {
+            "logprob": branch.logprobs,
+            "version": [each and f"v{each.rpartition('.')[2].removeprefix('v')}" for each in branch.versions or ()],
+            "trainer's logprob": branch.trainer_logprobs,
+            "loss weight": branch.weights,
+        }
+        for place, token_id in enumerate(branch.token_ids):
+            token, text = f"token {place}{of}", branch.texts and branch.texts[place]
             yield token, (token_id, text)
-            yield f"whether {token} {text!r} is trained", trained
-            yield f"logprob of {token} {text!r}", logprob
-            yield f"version of {token} {text!r}", f"v{version.rpartition('.')[2].removeprefix('v')}" if version else ""
-            yield f"trainer's logprob of {token} {text!r}", trainer
-            yield f"loss weight of {token} {text!r}", weight
+            yield f"whether {token} {text!r} is trained", branch.trained[place]
+            for what, values in numbers.items():
+                yield f"{what} of {token} {text!r}", values and values[place]
     for name in ("reward", "reward_parts", "advantage", "stop_reason"):
         yield name, getattr(record, name)
     for number, turn in enumerate(record.turns):
@@ -151,26 +146,24 @@ def facts(record: RolloutRecord) -> Iterator[tuple[str, Any]]:
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _recorded(run: Path, options: Mapping[str, str]) -> list[RolloutRecord]:
+def _recorded(run: Path, command: Command) -> list[RolloutRecord]:
     """What is compared: the recorded rollouts of one step, or of one group of it."""
-    given = {name: options[f"--{name}"] for name in ("group", "step") if f"--{name}" in options}
+    given = [name for name in ("group", "step") if f"--{name}" in command.values]
     if len(given) != 1:
         raise ConfigError("say what to replay: --group N or --step N")
-    ((name, text),) = given.items()
-    if not text.isdecimal():
-        raise ConfigError(f"--{name}: expected a number, got {text!r}")
+    name, number = given[0], number_of(command, f"--{given[0]}", 0, least=0)
     try:
         everything = [*_read(run)]
-        found = [record for record in everything if getattr(record, name) == int(text)]
+        found = [record for record in everything if getattr(record, name) == number]
         for record in found:
             [*facts(record)]  # one that is damaged is refused now, not after the play
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{run / ROLLOUTS} cannot be read: {type(error).__name__}: {error}") from error
     if not found:
         there = sorted({getattr(record, name) for record in everything})
-        near = sorted(there, key=lambda number: abs(number - int(text)))[:5]
+        near = sorted(there, key=lambda each: abs(each - number))[:5]
         rest = f"; near it are {', '.join(map(str, sorted(near)))}" if near else ": it has recorded nothing"
-        raise ConfigError(f"{run} has recorded no rollout of {name} {text}{rest}")
+        raise ConfigError(f"{run} has recorded no rollout of {name} {number}{rest}")
     return found
 
 

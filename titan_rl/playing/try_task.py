@@ -29,8 +29,6 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from titan_rl import train
-from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment, find_task
 from titan_rl.errors import ActorGone, ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
@@ -38,7 +36,7 @@ from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.one_line import counted
-from titan_rl.overrides import EXIT_FAILED, EXIT_USAGE, Command, Verb, option_overrides, print_error
+from titan_rl.overrides import EXIT_FAILED, Command, Verb, option_overrides, print_error
 from titan_rl.playing.policies import (
     first_run,
     number_of,
@@ -50,7 +48,7 @@ from titan_rl.playing.policies import (
 )
 from titan_rl.rollout.report import plain_message
 from titan_rl.rollout.trajectory import extends
-from titan_rl.run.checks import check_environment, problems_of
+from titan_rl.run.checks import check_environment
 from titan_rl.run.players import Player, message_player
 from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
@@ -64,26 +62,11 @@ SHOWN_PROMPTS = 3
 HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends"
 
 
-class DemonstrationPolicy:
-    """A policy that answers with the turns of the task's demonstrations."""
-
-    def __init__(self) -> None:
-        self._turns: list[Message] = []
-
-    def begin(self, shown: DemonstrationMessages) -> None:
-        self._turns = [message for message in shown.messages if message.role == "assistant"]
-
-    async def next_message(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
-    ) -> tuple[Message, FinishReason]:
-        """Raises RequestError: the task wants another turn."""
-        if not self._turns:
-            raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
-        return self._turns.pop(0), FinishReason.STOP
-
-
-class InputEnded(TitanError):
-    """The person at the terminal has ended it."""
+async def _next_turn(turns: list[Message], *_: object) -> tuple[Message, FinishReason]:
+    """Of a demonstration. Raises RequestError: the task wants another turn."""
+    if not turns:
+        raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
+    return turns.pop(0), FinishReason.STOP
 
 
 class Person:
@@ -92,21 +75,20 @@ class Person:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._echoes = sys.stdin.isatty()
-        self.shown = 0
-        """Messages of the conversation that were shown."""
-        self._conversation: list[Message] = []
+        self.begin()
         self.ended = False
         self._typed: asyncio.Future[str | None] | None = None  # of the thread that reads a line
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self) -> None:
         self.shown = 0
-        self._conversation = []
+        """Messages of the conversation that were shown."""
+        self._conversation: list[Message] = []
 
     async def next_message(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
     ) -> tuple[Message, FinishReason]:
-        """Raises InputEnded: there is no further line."""
+        """Raises TitanError: there is no further line."""
         async with self._one_at_a_time:  # what is shown last is what is answered
             if self.shown and not extends(messages, self._conversation[: self.shown]):
                 self._show(self._conversation[self.shown :])
@@ -120,7 +102,7 @@ class Person:
                 try:
                     said = read_turn(text, tools)
                 except ConfigError as error:
-                    self._console.print(str(error), style="red", highlight=False, soft_wrap=True)
+                    self._console.print(str(error), style="red")
                     continue
                 self.shown += self._echoes  # the terminal shows it
                 self._conversation = [*messages, said]
@@ -128,7 +110,7 @@ class Person:
 
     def _show(self, messages: Sequence[Message]) -> None:
         if messages:
-            self._console.print(draw_messages([*map(plain_message, messages)]), soft_wrap=True)
+            self._console.print(draw_messages([*map(plain_message, messages)]))
 
     async def _line(self) -> str:
         """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work. What
@@ -140,7 +122,7 @@ class Person:
         if text is None:
             self.ended = True
             self._console.print()
-            raise InputEnded("the input is over")
+            raise TitanError("the input is over")
         return text
 
     def _read(self) -> asyncio.Future[str | None]:
@@ -175,24 +157,25 @@ class Trial:
         self._rewards: list[float] = []
         self._failed = 0
 
-    async def demonstrations(self, player: Player, policy: DemonstrationPolicy) -> int:
+    async def demonstrations(self, player: Player, turns: list[Message]) -> int:
+        """The policy's `turns` are those of each demonstration."""
         self._begin(player, "its own demonstrations")
         for number in range(self._prompts):
             call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
             shown: DemonstrationMessages = await player.runner.pool.call(call)
-            policy.begin(shown)
-            self._title(f"demonstration {number}")
+            turns[:] = [message for message in shown.messages if message.role == "assistant"]
+            self._title(number, "demonstration")
             if shown.has_answer:
                 self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
             else:
-                self._print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
+                self._console.print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
                 self._console.print("not graded: Demonstration.answer is not set", style="dim")
         return self._sum_up()
 
     async def typed(self, player: Player, policy: Person) -> int:
         self._begin(player, HOW_TO_TYPE)
         for index in self._indices(player):
-            self._title(self._names(index))
+            self._title(index)
             policy.begin()
             try:
                 rollouts = await player.play(player.request(index, self._purpose))
@@ -209,7 +192,7 @@ class Trial:
         self._begin(player, name)
         for index in self._indices(player):
             rollouts = await player.play(player.request(index, self._purpose, samples=self._samples))
-            self._title(self._names(index))
+            self._title(index)
             self._show(rollouts)
         return self._sum_up()
 
@@ -219,14 +202,14 @@ class Trial:
             "played by a program" if info.plays else "several turns" if info.multi_turn or info.tools else "one turn"
         )
         size = "endless" if info.size is None else info.size
-        self._console.print(f"task {name}: {turns}, {size} training prompts", highlight=False, soft_wrap=True)
+        self._console.print(f"task {name}: {turns}, {size} training prompts")
         if info.tools:
             self._console.print("tools:")
         for tool in info.tools:
             arguments = ", ".join(tool.parameters.get("properties", {}))
             about = tool.description.strip().partition("\n")[0]
-            self._print(Text.assemble((f"  {tool.name}({arguments})", "yellow"), (f"  {about}", "dim")))
-        self._console.print(f"policy: {policy}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(Text.assemble((f"  {tool.name}({arguments})", "yellow"), (f"  {about}", "dim")))
+        self._console.print(f"policy: {policy}")
 
     def _indices(self, player: Player) -> range:
         there = player.info.held_out if self._purpose is Purpose.EVALUATE else player.info.size
@@ -234,14 +217,9 @@ class Trial:
             raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts")
         return range(self._prompts if there is None else min(self._prompts, there))
 
-    def _names(self, index: int) -> str:
-        return f"{'held-out' if self._purpose is Purpose.EVALUATE else 'training'} prompt {index}"
-
-    def _title(self, text: str) -> None:
-        self._console.print(Rule(text, style="dim", align="left"))
-
-    def _print(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True)
+    def _title(self, number: int, what: str = "") -> None:
+        what = what or ("held-out prompt" if self._purpose is Purpose.EVALUATE else "training prompt")
+        self._console.print(Rule(f"{what} {number}", style="dim", align="left"))
 
     def _show(self, rollouts: Sequence[RolloutRecord], *, seen: int = 0) -> None:
         """The rollouts of a prompt: messages from number `seen` on, after the first rollout without the prompt."""
@@ -249,8 +227,8 @@ class Trial:
             if number:
                 self._console.print()
             if conversations := draw_conversations(rollout, seen=seen):
-                self._print(conversations)
-            self._print(draw_end(rollout))
+                self._console.print(conversations)
+            self._console.print(draw_end(rollout))
             roles = [message["role"] for message in rollout.messages]
             seen = roles.index("assistant") if "assistant" in roles else seen
             if rollout.error:
@@ -263,7 +241,7 @@ class Trial:
         graded = len(self._rewards)
         mean = f", mean reward {sum(self._rewards) / graded:.3f}" if graded else ""
         failed = f"; {self._failed} failed and would not be trained" if self._failed else ""
-        self._console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}", highlight=False)
+        self._console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}")
         return EXIT_FAILED if self._failed else 0
 
 
@@ -295,16 +273,13 @@ def _assignments(text: str, tool: ToolSpec) -> Iterator[tuple[str, Any]]:
                 raise ValueError(f"{word!r} is no NAME=VALUE of its arguments")
             name, value = names[0], text.strip()
         kind = tool.parameters["properties"][name].get("type", "string")
-        yield name, value if kind == "string" else _value(value)
-        if value == text.strip():
+        is_all = value == text.strip()
+        if kind != "string":
+            with suppress(ValueError):  # it is for the tool to refuse, as it would the policy's
+                value = json.loads(value)
+        yield name, value
+        if is_all:
             return
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:  # for the tool to refuse, as it would the policy's
-        return text
 
 
 def _act(command: Command, prog: str) -> int:
@@ -324,12 +299,13 @@ def _act(command: Command, prog: str) -> int:
     config = task.config
     config = replace(config, evaluation=replace(config.evaluation, prompts=prompts if held_out else 1))
     task = task._replace(config=config)
-    console = Console(highlight=False, markup=False, emoji=False)
+    console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
-    if not train.may_start(problems_of(lambda: check_environment(config)), prog):
-        return EXIT_USAGE
-    policy = policy or (DEMONSTRATIONS if _demonstrates(config) else TYPED)
-    if policy == DEMONSTRATIONS and not _demonstrates(config):
+    check_environment(config)
+    played = import_name(config.environment.name, SHORT_NAMES)
+    demonstrates = played.demonstration is not Environment.demonstration
+    policy = policy or (DEMONSTRATIONS if demonstrates else TYPED)
+    if policy == DEMONSTRATIONS and not demonstrates:
         raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
     if policy not in (DEMONSTRATIONS, TYPED) and "://" not in policy:
 
@@ -337,8 +313,7 @@ def _act(command: Command, prog: str) -> int:
             async with weights_player(task, policy, options) as player:
                 return await trial.policy(player, policy), "is over"
 
-        print_line = partial(console.print, style="dim", markup=False, soft_wrap=True)
-        return run_until_signal("try", config, work, print_line)
+        return run_until_signal("try", config, work, partial(console.print, style="dim"))
 
     async def play() -> int:
         if policy == TYPED:
@@ -347,9 +322,9 @@ def _act(command: Command, prog: str) -> int:
             async with message_player(patient, task.imports, person.next_message) as player:
                 return await trial.typed(player, person)
         if policy == DEMONSTRATIONS:
-            shown = DemonstrationPolicy()
-            async with message_player(config, task.imports, shown.next_message) as player:
-                return await trial.demonstrations(player, shown)
+            turns: list[Message] = []
+            async with message_player(config, task.imports, partial(_next_turn, turns)) as player:
+                return await trial.demonstrations(player, turns)
         async with message_player(config, task.imports, server_at(policy, command).next_message) as player:
             return await trial.policy(player, policy)
 
@@ -358,11 +333,6 @@ def _act(command: Command, prog: str) -> int:
     except (TaskError, GeneratorFailed, ActorGone) as error:
         print_error(prog, error)
         return EXIT_FAILED
-
-
-def _demonstrates(config: RunConfig) -> bool:
-    task = import_name(config.environment.name, SHORT_NAMES)
-    return getattr(task, "demonstration", None) is not Environment.demonstration
 
 
 VERB = Verb(

@@ -8,7 +8,7 @@ Position 0 of a document is never trained (`TrainingSample` refuses it), so ever
 before it, in the same document.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
@@ -175,7 +175,7 @@ class RankSamples:
     for it in a collective. At the end it tries its groups one by one, and all ranks exchange which groups were lost.
 
     Args:
-        any_of_tensor_group: whether a flag is set on any rank that computes the same samples; collective.
+        tensor_group: the ranks that compute the same samples; None: this one alone.
     """
 
     def __init__(
@@ -185,12 +185,12 @@ class RankSamples:
         plan: PackingPlan,
         *,
         data_rank: int,
-        any_of_tensor_group: Callable[[bool], bool],
+        tensor_group: dist.ProcessGroup | None,
     ) -> None:
         if plan.share_of not in (None, data_rank):
             raise TrainingError(f"data-parallel rank {data_rank} was given the share of rank {plan.share_of}")
         self._source = source
-        self._any_of_tensor_group = any_of_tensor_group
+        self._tensor_ranks = Ranks(tensor_group)
         self._batches = [batch.select(indices) for indices in plan.microbatches[data_rank]]
         self._lost: list[SampleError] = []
 
@@ -210,7 +210,7 @@ class RankSamples:
                     samples = next(fetching)
                 except SampleError as error:
                     self._lost.append(error)
-                given_up = self._any_of_tensor_group(bool(self._lost))
+                given_up = self._tensor_ranks.any(bool(self._lost))
             yield pack(() if given_up else samples, device, share=share, multiple=multiple)
         fetching.close()
 

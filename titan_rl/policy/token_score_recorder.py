@@ -15,7 +15,7 @@ Importing this module does not load torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -41,8 +41,8 @@ class TokenScoreRecorder:
 
     def __init__(self, names: Iterable[SampleName] = ()) -> None:
         self.names = frozenset(names)
-        self._scores: dict[SampleName, TokenScores] = {}
-        self._watched: dict[SampleName, tuple[Tensor, Tensor]] = {}
+        self.scores: dict[SampleName, TokenScores] = {}
+        """By sample; complete after the last backward pass."""
 
     def watch(self, samples: Sequence[TrainingSample], logprobs: Tensor) -> None:
         """Call before the backward pass through a micro-batch of these samples; `logprobs` [N] are those of their
@@ -57,19 +57,10 @@ class TokenScoreRecorder:
         }
 
         def weigh(weights: Tensor) -> None:
-            self._watched.update((name, (values[span], weights[span])) for name, span in spans.items())
+            for name, span in spans.items():
+                self.scores[name] = TokenScores(values[span], weights[span].cpu().numpy())
 
         if spans:
-            values = logprobs.detach()
-            weigh(values.new_zeros(len(values)))  # a loss may do without them
+            values = logprobs.detach().cpu().numpy()
+            weigh(logprobs.new_zeros(len(logprobs)))  # a loss may do without them
             logprobs.register_hook(lambda derivatives: weigh(-derivatives))
-
-    def update(self, scores: Mapping[SampleName, TokenScores]) -> None:
-        """Add what another process has collected."""
-        self._scores.update(scores)
-
-    @property
-    def scores(self) -> dict[SampleName, TokenScores]:
-        """By sample; complete after the last backward pass."""
-        watched = {name: TokenScores(*(each.cpu().numpy() for each in pair)) for name, pair in self._watched.items()}
-        return self._scores | watched

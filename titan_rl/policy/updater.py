@@ -41,7 +41,7 @@ from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
 from titan_rl.types import LARGEST_STEP, PolicyVersion
-from titan_rl.weights.manifest import TensorShard
+from titan_rl.weights.manifest import TIED, TensorShard
 from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class PolicyUpdater:
         self.microbatches = 0
         self._writer: StateWriter | None = None
         self._torn = False
-        self.aliases = self._policy.aliases
+        self.aliases = TIED if shape.tied else ()
 
     def plan(self, batch: SampleBatch) -> PackingPlan:
         """Which rank computes which sample in which micro-batch."""
@@ -284,9 +284,7 @@ class PolicyUpdater:
         policy, reference = self._policy, not warm_up and self._reference is not None
         metrics = StepMetrics(counted=policy.tensor_rank == 0, reference=reference)
         divisor = trained if warm_up else self._loss.divisor(plan)
-        samples = RankSamples(
-            self.samples, batch, plan, data_rank=policy.data_rank, any_of_tensor_group=policy.any_of_tensor_group
-        )
+        samples = RankSamples(self.samples, batch, plan, data_rank=policy.data_rank, tensor_group=policy.tensor_group)
         try:
             for microbatch in samples.microbatches(
                 policy.device, share=policy.shares_prompts, multiple=policy.multiple

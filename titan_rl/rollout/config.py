@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_rl.bounds import Count, CountOrZero, NotNegative, Port, Positive, TwoOrMore
+from titan_rl.bounds import Count, CountOrZero, NotNegative, Port, Positive, Share, TwoOrMore
 from titan_rl.errors import ConfigError
 
 
@@ -103,5 +103,8 @@ class RolloutConfig:
     on_error: Literal["train_rest", "fail_group"] = "train_rest"
     """What becomes of a group in which a rollout failed: "train_rest" trains the others, compared among themselves;
     "fail_group" trains none, and the next prompt's group takes its place."""
+    failure_share: Share = 0.5
+    """The run stops, and names the cause, when failures of one kind (`types.FailureKind`) are more than this share of
+    its newest 256 rollouts of training, of at least 64. 1.0: it never does."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     agents: AgentsConfig = field(default_factory=AgentsConfig)

@@ -20,18 +20,18 @@ from titan_rl.chat import make_renderer
 from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.environments.rubric import LARGEST_REWARD
-from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
+from titan_rl.errors import ConfigError, GeneratorFailed, RequestError, TaskError, TaskTimeout, TitanError
 from titan_rl.importing import describe, import_name, user_code
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.algorithms.base import GradedRollout, GradedTurn, credit_by_role
-from titan_rl.rollout.report import GroupResult, unplayed_rollouts, with_numbers
-from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, RolloutGateway, reason_of
+from titan_rl.rollout.report import GroupResult, failure_of, unplayed_rollouts, with_numbers
+from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, RolloutGateway
 from titan_rl.rollout.samples import demonstration_sample, training_samples
 from titan_rl.rollout.trajectory import Prompt, Trajectory, first_prompt
-from titan_rl.types import GroupRequest, Purpose, StopReason, TrainingSample
+from titan_rl.types import GroupRequest, Purpose, TrainingSample
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class GroupRunner:
             else:
                 prompt = first_prompt(self.renderer, example.prompt, info.tools)
         except TaskError as error:
-            return await self._result(request, unplayed_rollouts(request, str(error), reason_of(error)))
+            return await self._result(request, unplayed_rollouts(request, error))
 
         opened = [
             OpenRollout(self.pool, info, self._rollouter.begin(request, sample), prompt=prompt, programs=self.programs)
@@ -164,7 +164,7 @@ class GroupRunner:
         try:
             scores = dict(zip(graded, await self.pool.call(call), strict=True))
         except TaskError as error:
-            failed = {"reward": 0.0, "error": str(error), "stop_reason": reason_of(error)}
+            failed = {"reward": 0.0, "reward_parts": {}, **failure_of(error)}
             return tuple(
                 msgspec.structs.replace(rollout, **failed) if rollout.sample in graded else rollout
                 for rollout in rollouts
@@ -213,15 +213,15 @@ class GroupRunner:
                     raise TaskError(f"the rollouter gave the reward {rollout.reward:g}")
                 return rollout
             except (TaskError, RequestError) as error:
-                return opened.ended(reason_of(error), error=str(error))
+                return opened.failed(error)
             except TitanError:
                 raise
             except Exception as error:  # a user's own rollouter is user code
                 if limit is not None and limit.expired():
                     late = f"was not over within rollout.seconds ({self._rollout.seconds:g} s)"
-                    return opened.ended(StopReason.TIMEOUT, error=late)
+                    return opened.failed(TaskTimeout(late))
                 logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
-                return opened.ended(StopReason.ERROR, error=f"the rollouter raised {describe(error)}")
+                return opened.failed(TaskError(f"the rollouter raised {describe(error)}"))
 
     async def _give_credit(self, graded: Sequence[tuple[RolloutRecord, Trajectory]]) -> None:
         """Give each turn its advantage. Raises ConfigError where the function of `rollout.advantage` cannot say it."""

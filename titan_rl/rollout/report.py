@@ -20,15 +20,27 @@ import msgspec
 import numpy as np
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, to_message
-from titan_rl.errors import TitanError
+from titan_rl.errors import (
+    GraderFailed,
+    InfrastructureFailed,
+    RequestAborted,
+    RequestError,
+    RequestLost,
+    RequestTimeout,
+    RequestTooLong,
+    TaskTimeout,
+    TitanError,
+    ToolFailed,
+)
 from titan_rl.isolation.wire import ExamplePrompt
-from titan_rl.metrics.rollout_record import NUMBERS, BranchRecord, PlainMessage, RolloutRecord, TurnRecord
+from titan_rl.metrics.rollout_record import NUMBERS, BranchRecord, Failed, PlainMessage, RolloutRecord, TurnRecord
 from titan_rl.one_line import sendable
 from titan_rl.policy.token_score_recorder import SampleName, TokenScores
 from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.trajectory import Trajectory
 from titan_rl.types import (
     NO_VERSION,
+    FailureKind,
     FinishReason,
     GroupRequest,
     Message,
@@ -137,19 +149,18 @@ class GroupReport:
         return min(versions, default=None)
 
     @property
-    def errors(self) -> list[str]:
-        """Of the rollouts that failed, but those of `late`."""
-        return [each.error for each in self.rollouts if each.error and each.stop_reason is not StopReason.TIMEOUT]
-
-    @property
-    def late(self) -> list[str]:
-        """Errors of the rollouts that ran out of time, maybe because they waited for others."""
-        return [each.error for each in self.rollouts if each.error and each.stop_reason is StopReason.TIMEOUT]
+    def failures(self) -> list[Failed]:
+        """Of the rollouts that failed."""
+        return [failed for each in self.rollouts if (failed := each.failed)]
 
     @property
     def first_error(self) -> str:
-        """Empty if no rollout failed."""
-        return next(iter(self.errors + self.late), "")
+        """What failed first, and its error; empty if no rollout failed. A time-out may have waited for something else
+        that failed, so it comes last."""
+        failed = sorted(
+            (each for each in self.rollouts if each.error), key=lambda each: each.failure is FailureKind.TIMEOUT
+        )
+        return f"{failed[0].failure}: {failed[0].error}" if failed else ""
 
     @property
     def rewards(self) -> set[float]:
@@ -184,10 +195,30 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
     )
 
 
-def ended(group: GroupRequest, sample: int, reason: StopReason, **more: Any) -> RolloutRecord:
+def ended(group: GroupRequest, sample: int, **how: Any) -> RolloutRecord:
     """The record of a rollout of a group: how it ended."""
     of_group: dict[str, Any] = {"purpose": group.purpose, "group": group.group_id, "attempt": group.attempt}
-    return RolloutRecord(**of_group, sample=sample, stop_reason=reason, **more)
+    return RolloutRecord(**of_group, sample=sample, **how)
+
+
+_FAILURES: tuple[tuple[Any, StopReason, FailureKind], ...] = (
+    (TaskTimeout, StopReason.TIMEOUT, FailureKind.TIMEOUT),
+    (ToolFailed, StopReason.ERROR, FailureKind.TOOL),
+    (GraderFailed, StopReason.ERROR, FailureKind.GRADER),
+    (InfrastructureFailed, StopReason.ERROR, FailureKind.INFRASTRUCTURE),
+    (RequestAborted, StopReason.ABORT, FailureKind.INFRASTRUCTURE),
+    ((RequestTimeout, RequestLost), StopReason.ERROR, FailureKind.INFRASTRUCTURE),
+    (RequestTooLong, StopReason.CONTEXT_FULL, FailureKind.REQUEST),
+    (RequestError, StopReason.ERROR, FailureKind.REQUEST),
+    (TitanError, StopReason.ERROR, FailureKind.TASK),
+)
+"""Why a rollout ended that an error of this class ended, and what failed. The first class that fits counts."""
+
+
+def failure_of(error: TitanError) -> dict[str, Any]:
+    """What a record says of a rollout that this error ended."""
+    reason, failure = next(how for kind, *how in _FAILURES if isinstance(error, kind))
+    return {"stop_reason": reason, "failure": failure, "error": str(error)}
 
 
 def with_numbers(record: RolloutRecord, trajectory: Trajectory) -> RolloutRecord:
@@ -204,16 +235,14 @@ def with_numbers(record: RolloutRecord, trajectory: Trajectory) -> RolloutRecord
     )
 
 
-def unplayed_rollouts(
-    request: GroupRequest, error: str, reason: StopReason = StopReason.ERROR
-) -> tuple[RolloutRecord, ...]:
+def unplayed_rollouts(request: GroupRequest, error: TitanError) -> tuple[RolloutRecord, ...]:
     """The rollouts of a group none of which could be played."""
-    return tuple(ended(request, sample, reason, error=error) for sample in range(request.samples))
+    return tuple(ended(request, sample, **failure_of(error)) for sample in range(request.samples))
 
 
 def unplayed(request: GroupRequest, error: TitanError) -> GroupReport:
     """The report of a group none of whose rollouts could be played."""
-    rollouts = unplayed_rollouts(request, str(error))
+    rollouts = unplayed_rollouts(request, error)
     result = GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=rollouts, samples=())
     return report_of(request, result, ())
 

@@ -23,11 +23,20 @@ from typing import Any, Protocol
 from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.base import EnvironmentReply
 from titan_rl.environments.rubric import Score
-from titan_rl.errors import GeneratorFailed, RequestError, RequestTooLong, TaskError, TaskTimeout, TitanError
+from titan_rl.errors import (
+    GeneratorFailed,
+    InfrastructureFailed,
+    RequestAborted,
+    RequestError,
+    RequestTooLong,
+    TaskError,
+    TaskTimeout,
+    TitanError,
+)
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, Conversation, Reply, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
-from titan_rl.rollout.report import ended
+from titan_rl.rollout.report import ended, failure_of
 from titan_rl.rollout.samples import Turn, check
 from titan_rl.rollout.trajectory import UNBOUNDED, Prompt, RolloutRequest, Trajectory, extends
 from titan_rl.types import (
@@ -88,7 +97,7 @@ class Rollouter:
                 reason = await self._converse(generate, rollout)
             score = await rollout.score()
         except (TaskError, RequestError) as error:
-            return rollout.ended(reason_of(error), error=str(error))
+            return rollout.failed(error)
         return rollout.ended(reason, score=score)
 
     async def complete(self, prompt: Prompt, generate: Generate, rollout: OpenRollout) -> Turn:
@@ -107,7 +116,9 @@ class Rollouter:
         try:
             completion = await generate(request)
             if completion.finish_reason is FinishReason.ABORT:
-                raise _Aborted(f"request {request.request_id} was aborted after {len(completion.token_ids)} tokens")
+                raise RequestAborted(
+                    f"request {request.request_id} was aborted after {len(completion.token_ids)} tokens"
+                )
             check(completion)
             message = self.renderer.parse(
                 completion.token_ids.tolist(), completion.finish_reason, prompt.token_ids, rollout.tools
@@ -235,7 +246,12 @@ class OpenRollout:
         """The record of the finished rollout: how it ended."""
         reward, parts = score or Score(0.0, {})
         request = self.trajectory.request
-        return ended(request.group, request.sample, reason, error=error, reward=reward, reward_parts=parts)
+        return ended(request.group, request.sample, stop_reason=reason, error=error, reward=reward, reward_parts=parts)
+
+    def failed(self, error: TitanError) -> RolloutRecord:
+        """The record of a rollout that this error ended."""
+        request = self.trajectory.request
+        return ended(request.group, request.sample, **failure_of(error))
 
     def _conversation(self) -> Conversation:
         turns = self.trajectory.graded_last
@@ -287,7 +303,7 @@ class Programs:
 
         Raises:
             TaskError: the program failed, or was idle for too long.
-            RequestError: the gateway could not read an answer.
+            InfrastructureFailed: the gateway could not read an answer.
             GeneratorFailed: an engine failed a call.
             TitanError: the gateway raised it.
         """
@@ -332,7 +348,9 @@ class Programs:
             if trajectory.failure:
                 raise GeneratorFailed(f"{group} sample {request.sample}: {trajectory.failure}")
             if trajectory.misread:  # whatever the program made of it
-                raise RequestError(f"the gateway could not read an answer, which is a bug: {trajectory.misread}")
+                raise InfrastructureFailed(
+                    f"the gateway could not read an answer, which is a bug: {trajectory.misread}"
+                )
 
     async def _idle(self, session_id: str, started: asyncio.Event) -> None:
         """Returns when the program was idle for too long, not counting the wait for its process."""
@@ -344,19 +362,3 @@ class Programs:
 def _log_failure(session: asyncio.Task[bytes | None]) -> None:
     if not session.cancelled() and (error := session.exception()) is not None:
         logger.warning("%s, which was abandoned: %s", session.get_name(), error)
-
-
-class _Aborted(RequestError):
-    """A completion was aborted."""
-
-
-def reason_of(error: TitanError) -> StopReason:
-    """Why a rollout ended that this error ended."""
-    match error:
-        case TaskTimeout():
-            return StopReason.TIMEOUT
-        case _Aborted():
-            return StopReason.ABORT
-        case RequestTooLong():
-            return StopReason.CONTEXT_FULL
-    return StopReason.ERROR

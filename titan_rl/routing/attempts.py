@@ -79,7 +79,6 @@ class OpenRequest:
     attempts: int = 0
     attempt: GenerationRequest | None = None  # live now; None while waiting
     generator: str = ""
-    cost: int = 0
     turn: int = 0  # its place among those that wait
     started: float = 0.0  # when the live attempt started
     seconds: float = 0.0  # spent in earlier attempts

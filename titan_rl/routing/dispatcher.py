@@ -81,7 +81,6 @@ class Dispatcher:
         self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
         self._load: Counter[str] = Counter()
-        self._exact: Counter[str] = Counter()  # generator → its live attempts for an exact version
         self._wait_until = math.inf  # the earliest `Wait` of the strategy
         self._overdue_at = math.inf  # no live attempt runs out of time before this
         self._failures: list[tuple[str, TitanError]] = []
@@ -114,11 +113,11 @@ class Dispatcher:
 
     def runs_exact(self, generator: str) -> bool:
         """Whether a request for an exact version is live there."""
-        return self._exact[generator] > 0
+        return any(self._attempts[each].original.exact_version is not None for each in self._on.get(generator, ()))
 
     def refusal(self, request: GenerationRequest) -> RequestError | None:
         """Why this request is refused; None: it is accepted."""
-        if request.request_id in self._requests:
+        if request.request_id in self._requests:  # of one that is overdue, whose attempt is still being stopped
             return RequestError(f"request id {request.request_id} is already live")
         if ATTEMPT_MARK in request.request_id:
             return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
@@ -188,12 +187,8 @@ class Dispatcher:
         return whole and self.ended(attempt_id) is not None
 
     def completed(self, attempt_id: str, completion: Completion, now: float) -> Completion | None:
-        """An attempt ended with these tokens.
-
-        Returns:
-            The whole completion, under the caller's id. None if the request needs another attempt (it waits for
-            `reconsider`), or if the attempt is not live (a late answer).
-        """
+        """An attempt ended with these tokens. Returns the whole completion, under the caller's id; None if the request
+        needs another attempt (it waits for `reconsider`), or if the attempt is not live (a late answer)."""
         request = self._release(attempt_id)
         if request is None:
             return None
@@ -208,12 +203,8 @@ class Dispatcher:
         return None
 
     def shown(self, piece: Piece) -> Piece | None:
-        """An attempt has sampled a piece.
-
-        Returns:
-            The piece under the caller's id, to be shown. None if the attempt is not live, or if `resume` is on and
-            tokens before the piece are missing, so that it could not be kept.
-        """
+        """An attempt has sampled a piece. Returns it under the caller's id, to be shown; None if the attempt is not
+        live, or if `resume` is on and tokens before the piece are missing, so that it could not be kept."""
         request = self._attempts.get(piece.request_id)
         if request is None:
             return None
@@ -236,12 +227,9 @@ class Dispatcher:
 
     def lost(self, attempt_id: str, now: float, died: str = "") -> Completion | None:
         """The attempt ended without an answer. Its tokens are lost, except those that the caller was shown. `died`: why
-        its generator died; empty: the generator lives but serves nothing now.
-
-        Returns:
-            The tokens so far, if the request was given up or its last token was shown. If not, None: the request waits
-            for another attempt, or has failed because more than `request_retries` generators died under it.
-        """
+        its generator died; empty: the generator lives but serves nothing now. Returns the tokens so far, if the request
+        was given up or its last token was shown. If not, None: the request waits for another attempt, or has failed
+        because more than `request_retries` generators died under it."""
         request = self._attempts.get(attempt_id)
         if request is None:
             return None
@@ -265,12 +253,8 @@ class Dispatcher:
         return None
 
     def abort(self, request_id: str) -> Assignment | Completion | None:
-        """The caller gives up.
-
-        Returns:
-            The live attempt to abort, whose answer will be the last; or the final completion if it was waiting; None
-            if the id is unknown.
-        """
+        """The caller gives up. Returns the live attempt to abort, whose answer will be the last; or, if it was waiting,
+        the final completion; None if the id is unknown."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -326,21 +310,18 @@ class Dispatcher:
             return None
         if choice is None:
             return None
-        if original.exact_version is not None:
-            if self._fleet[choice].phase is Phase.SWAPPING:
-                return None
-            self._exact[choice] += 1
+        if original.exact_version is not None and self._fleet[choice].phase is Phase.SWAPPING:
+            return None
         attempt = next_attempt(request)
         request.attempts += 1
         request.attempt, request.generator, request.started = attempt, choice, now
-        request.cost = estimated_cost(attempt)
         if attempt.stream_from >= 0:
             request.shown = Shown(attempt.stream_from)
         if (at := now + self._seconds - request.seconds) < self._overdue_at:
             self._overdue_at = at
         self._attempts[attempt.request_id] = request
         self._on.setdefault(choice, {})[attempt.request_id] = None
-        load = self._load[choice] = self._load[choice] + request.cost
+        load = self._load[choice] = self._load[choice] + estimated_cost(attempt)
         self._strategy.assigned(original, choice, load)
         return Assignment(choice, attempt)
 
@@ -348,11 +329,10 @@ class Dispatcher:
         request = self._attempts.pop(attempt_id, None)
         if request is None:
             return None
-        original, generator = request.original, request.generator
+        original, generator, attempt = request.original, request.generator, request.attempt
+        assert attempt is not None
         del self._on[generator][attempt_id]
-        if original.exact_version is not None:
-            self._exact[generator] -= 1
-        load = self._load[generator] = self._load[generator] - request.cost
-        request.attempt, request.generator, request.cost = None, "", 0
+        load = self._load[generator] = self._load[generator] - estimated_cost(attempt)
+        request.attempt, request.generator = None, ""
         self._strategy.released(original, generator, load)
         return request

@@ -12,7 +12,7 @@ Your own strategy is a class with these methods in any file, named in the config
 """
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,36 +65,27 @@ _Key = tuple[int, int, str]
 class _Ordered:
     """Chooses, among generators whose version is allowed, the one with the smallest key.
 
-    The generators of a version are in a heap. One of a generator's entries is never above its key. At the top it is
-    replaced by the key, so a key that grows changes nothing before. When a key falls below the entry, the lowest one
-    possible is pushed, so the next that fall change nothing. Other entries are dropped at the top, or when they are the
-    most.
+    The generators of a version are in a heap, with every key that they had. Keys of before are dropped at the top, or
+    when they are the most.
     """
 
     def __init__(self) -> None:
         self._clock = 0
-        self._chosen_at: dict[str, int] = {}
-        self._load: dict[str, int] = {}
         self.serving: dict[str, PolicyVersion] = {}
         """Version of every generator that takes requests now."""
+        self._keys: dict[str, _Key] = {}
         self._heaps: dict[PolicyVersion, list[_Key]] = {}
-        self._entries: dict[str, _Key] = {}  # of each that serves: the entry that is not above its key
-        self._serving: Counter[PolicyVersion] = Counter()
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         if self.serving.get(name) != version:
             self.pauses(name)
             self.serving[name] = version
-            self._serving[version] += 1
-            self._push(name)
+            self._push(self._key(name))
 
     def pauses(self, name: str) -> None:
         version = self.serving.pop(name, None)
-        if version is not None:
-            del self._entries[name]
-            self._serving[version] -= 1
-            if not self._serving[version]:
-                del self._serving[version], self._heaps[version]
+        if version is not None and version not in self.serving.values():
+            del self._heaps[version]
 
     leaves = pauses
 
@@ -102,37 +93,33 @@ class _Ordered:
         allowed = [version for version in self._heaps if request.allows(version)]
         if not allowed:
             return None
-        name = min(map(self._first, allowed))[2]
+        load, _, name = min(map(self._first, allowed))
         self._clock += 1
-        self._chosen_at[name] = self._clock
+        self._push((load, self._clock, name))
         return name
 
     def _first(self, version: PolicyVersion) -> _Key:
         heap = self._heaps[version]
-        while True:
-            entry = heap[0]
-            name = entry[2]
-            if not self._holds(entry, version):
-                heapq.heappop(heap)
-            else:
-                key = self._load.get(name, 0), self._chosen_at.get(name, 0), name
-                if key == entry:
-                    return key
-                self._entries[name] = key
-                heapq.heapreplace(heap, key)
+        while not self._holds(heap[0], version):
+            heapq.heappop(heap)
+        return heap[0]
 
-    def _holds(self, entry: _Key, version: PolicyVersion) -> bool:
-        """Whether an entry in the heap of this version is its generator's."""
-        return self._entries.get(entry[2]) == entry and self.serving[entry[2]] == version
+    def _holds(self, key: _Key, version: PolicyVersion) -> bool:
+        """Whether a key in the heap of this version is still its generator's."""
+        return self._keys[key[2]] == key and self.serving.get(key[2]) == version
 
-    def _push(self, name: str) -> None:
-        """The generator's key may be below its entry, or it has none."""
-        self._entries[name] = entry = (0, 0, name)
-        version = self.serving[name]
+    def _key(self, name: str) -> _Key:
+        return self._keys.get(name, (0, 0, name))
+
+    def _push(self, key: _Key) -> None:
+        """The key of a generator is another one now, or it serves."""
+        self._keys[key[2]] = key
+        if (version := self.serving.get(key[2])) is None:
+            return
         heap = self._heaps.setdefault(version, [])
-        heapq.heappush(heap, entry)
+        heapq.heappush(heap, key)
         if len(heap) > 4 * len(self.serving) + 16:
-            heap[:] = {entry for entry in heap if self._holds(entry, version)}
+            heap[:] = {each for each in heap if self._holds(each, version)}
             heapq.heapify(heap)
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
@@ -152,10 +139,7 @@ class LeastLoaded(_Ordered):
     """Chooses the generator with the least estimated work; among equals the one that was chosen longest ago."""
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
-        self._load[name] = load
-        entry = self._entries.get(name)
-        if entry is not None and load < entry[0]:
-            self._push(name)
+        self._push((load, self._key(name)[1], name))
 
     released = assigned
 
@@ -181,31 +165,28 @@ class StickySession:
         self._max_sessions = max_sessions
         self._sync_wait_seconds = sync_wait_seconds
         self._fallback = LeastLoaded()
-        self._versions: dict[str, PolicyVersion] = {}  # of those that serve now
         self._paused: set[str] = set()
         self._live: dict[str, _Session] = {}
         self._idle: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         self._paused.discard(name)
-        self._versions[name] = version
         self._fallback.serves(name, version)
 
     def pauses(self, name: str) -> None:
         # otherwise it is stale, and its sessions need not wait for a retry
-        if self._versions.pop(name, None) is not None:
+        if name in self._fallback.serving:
             self._paused.add(name)
         self._fallback.pauses(name)
 
     def leaves(self, name: str) -> None:
-        self._versions.pop(name, None)
         self._paused.discard(name)
         self._fallback.leaves(name)
 
     def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
         home = None if request.session_id is None else self.generator_of(request.session_id)
         if home is not None:
-            version = self._versions.get(home)
+            version = self._fallback.serving.get(home)
             if version is not None and request.allows(version):
                 return home
             deadline = waiting_since + self._sync_wait_seconds

@@ -35,9 +35,7 @@ class VersionPlan:
 
     def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
         self._fleet = fleet
-        self._mode = config.weight_sync
-        self._max_syncing = config.max_syncing
-        self._retries = config.pull_retries
+        self._config = config
         self.wanted: list[PolicyVersion] = []
         """Versions that are to be served, oldest first. Empty before the first: nobody changes anything."""
         self.served: set[PolicyVersion] = set()
@@ -99,14 +97,14 @@ class VersionPlan:
         """Whether nobody serves the version, and nobody will: every generator is given up, asleep, a spare, or has
         failed to pull too often."""
         return version not in self._fleet.served and not any(
-            kind.failures <= self._retries and kind.phase not in (Phase.GIVEN_UP, Phase.ASLEEP, Phase.SPARE)
+            kind.failures <= self._config.pull_retries and kind.phase not in (Phase.GIVEN_UP, Phase.ASLEEP, Phase.SPARE)
             for kind in self._fleet.kinds
         )
 
     @property
     def unavailable(self) -> PolicyVersion | None:
         """A wanted version that was served, and that no generator can load again: its publication is damaged."""
-        if all(kind.failures <= self._retries for kind in self._fleet.kinds):
+        if all(kind.failures <= self._config.pull_retries for kind in self._fleet.kinds):
             return None
         return next((version for version in self.wanted if version in self.served and self.is_lost(version)), None)
 
@@ -133,11 +131,11 @@ class VersionPlan:
 
     def _drains(self, kind: Kind) -> bool:
         """Whether those of this kind that serve drain in any case."""
-        return self._mode == "drain" or kind.version in self.wanted
+        return self._config.weight_sync == "drain" or kind.version in self.wanted
 
     @property
     def _is_draining_enough(self) -> bool:
-        return 0 < self._max_syncing <= self._fleet.count(Phase.DRAINING)
+        return 0 < self._config.max_syncing <= self._fleet.count(Phase.DRAINING)
 
     def _coming(self, kind: Kind) -> PolicyVersion | None:
         """The version to which a generator is on its way."""
@@ -147,7 +145,7 @@ class VersionPlan:
 
     def _goal(self, kind: Kind, *, idle: bool = False) -> PolicyVersion | None:
         """The version for which a generator should begin a change of weights; None: it stays as it is."""
-        if not self.wanted or kind.is_syncing or kind.failures > self._retries:
+        if not self.wanted or kind.is_syncing or kind.failures > self._config.pull_retries:
             return None
         if kind.phase in (Phase.RECOVERING, Phase.STALE):
             return self._best(kind)

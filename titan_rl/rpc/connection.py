@@ -23,7 +23,6 @@ tick, which makes thousands of small requests cheap, and the port for items that
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import pickle
@@ -58,33 +57,14 @@ class RemoteMethod(Generic[P, T]):
 
 
 def endpoint(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> RemoteMethod[P, T]:
-    """Make a method an endpoint, which runs beside the actor's other messages and always answers.
-
-    `CancelledError` and other `BaseException`s that escape an endpoint leave its caller waiting for ever, so they
-    become `ActorFailed` here.
-    """
-
-    @functools.wraps(method)
-    async def answer(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await method(self, *args, **kwargs)
-        except Exception:
-            raise
-        except BaseException as error:
-            raise ActorFailed(f"{method.__qualname__} was interrupted by {type(error).__name__}: {error}") from error
-
-    remote = concurrent_endpoint(answer)
-    remote.answer = answer
+    """Make a method an endpoint, which runs beside the actor's other messages."""
+    remote = concurrent_endpoint(method)
+    remote.answer = method
     return cast("RemoteMethod[P, T]", remote)
 
 
 async def bounded(call: Awaitable[T], *, what: str, seconds: float | None) -> T:
-    """The result of a call of Monarch's own, with the errors of `Connection.call`.
-
-    Args:
-        what: the mesh and the endpoint, for the error.
-        seconds: bound on the answer; None for a call that stays open and is itself a failure channel.
-    """
+    """The result of a call of Monarch's own, with the errors of `Connection.call`. `what`: mesh and endpoint."""
     try:
         async with asyncio.timeout(seconds):
             return await call
@@ -387,7 +367,7 @@ async def _answer(actor: Actor, number: int | None, name: str, arguments: bytes,
         outcome, failed = _dumps(await answer(actor, *args, **kwargs)), False
     except TitanError as error:
         outcome = _dumps(error)
-    except Exception as error:
+    except BaseException as error:  # a cancellation, too: if it escaped, the caller would wait for ever
         _log.exception("%s.%s raised", type(actor).__name__, name)
         outcome = _dumps(_Raised(f"raised {type(error).__name__}: {error}"))
     if failed or number is not None:

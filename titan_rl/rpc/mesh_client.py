@@ -58,11 +58,9 @@ class MeshClient:
                 client once it gives them up.
         """
         self.name = name
-        self.actors: list[Any] = []
-        """Handle of each rank."""
+        self.actor: Any = None
+        """Handle of rank 0, for those who call the mesh."""
         self.ranks: list[Connection] = []
-        self.replacements = 0
-        """How often `replace` was called."""
         self.has_worked = False
         """Whether these actors have done their work once: if they die now, that is no failed start."""
         self.files_left = ""
@@ -74,14 +72,8 @@ class MeshClient:
         if actors:
             self._use_actors(actors)
 
-    @property
-    def actor(self) -> Any:
-        """Handle of rank 0, for those who call the mesh."""
-        return self.actors[0]
-
     def replace(self, actors: Sequence[Any]) -> None:
         """From now on these actors are called, one per rank. Open calls to the ones before fail."""
-        self.replacements += 1
         self.has_worked = False
         self._use_actors(actors)
         self._retry_now()
@@ -149,12 +141,12 @@ class MeshClient:
         await self.call_all(None, self.actor_class.set_peers, **peers)
 
     def _use_actors(self, actors: Sequence[Any]) -> None:
-        self.actors = list(actors)
+        self.actor = actors[0]
         if self.ranks:
-            for connection, actor in zip(self.ranks, self.actors, strict=True):
+            for connection, actor in zip(self.ranks, actors, strict=True):
                 connection.replace(actor)
         else:
-            of_rank = len(self.actors) > 1
+            of_rank = len(actors) > 1
             self.ranks = [
                 Connection(
                     actor,
@@ -162,7 +154,7 @@ class MeshClient:
                     on_push=self._on_push,
                     on_lost=self._on_lost,
                 )
-                for rank, actor in enumerate(self.actors)
+                for rank, actor in enumerate(actors)
             ]
 
     def _on_push(self, item: Any) -> None:

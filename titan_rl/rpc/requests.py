@@ -41,9 +41,6 @@ _log = logging.getLogger(__name__)
 Failures = Sequence[tuple[str, TitanError]]
 """(request id, why)."""
 
-SESSIONS_SECONDS = 0.05
-"""An ended session is reported within this time. Each message costs 0.7 ms over all processes that it wakes."""
-
 
 _ARRAYS = {GenerationRequest: PROMPT_ARRAYS, Completion: SAMPLED_ARRAYS, Piece: SAMPLED_ARRAYS}
 
@@ -176,10 +173,6 @@ class RequestServer(ConnectedActor):
         self.stop_requests(request_ids)
 
     @endpoint
-    async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        """These conversations are over. The default does nothing."""
-
-    @endpoint
     async def client_lost(self, who: str | None) -> None:
         """The clients of this mesh are gone; None: all clients. Stop their requests. Returns when none is live."""
         request_ids = [each for each, client in self._clients.items() if who in (None, client.who)]
@@ -248,18 +241,12 @@ class RequestClient(MeshClient):
     and must not raise."""
 
     def __init__(self, server: Any, *, name: str, who: str = "", replaced_within: float | None = 0.0) -> None:
-        """
-        Args:
-            server: handle of a `RequestServer`. None: `replace` brings it.
-            name: of the server, for errors.
-            who: name of the mesh of this client, for `client_lost`.
-            replaced_within: as in `MeshClient`.
-        """
+        """`server`: handle of a `RequestServer`; None: `replace` brings it. `who`: name of the mesh of this client, for
+        `client_lost`."""
         super().__init__(name, [] if server is None else [server], replaced_within=replaced_within)
         self._who = who
-        self._open: set[str] = set()
+        self._open: set[str] = set()  # requests that are not answered yet, aborted or not
         self._tick: list[GenerationRequest] = []  # to be sent at the end of this tick
-        self._over: list[str] = []  # sessions that the server has not heard of
 
     def answered(self, completions: Packed[Completion], failures: Failures) -> None:
         """Requests are over."""
@@ -277,8 +264,7 @@ class RequestClient(MeshClient):
     def send(self, requests: Iterable[GenerationRequest]) -> None:
         """Queue requests for this tick's message."""
         if not self._tick:
-            asyncio.get_running_loop().call_soon(self._flush)  # at the end of this tick
-        self._tell_ended()  # first: a session may begin again
+            asyncio.get_running_loop().call_soon(self._send_tick)
         for request in requests:
             self._open.add(request.request_id)
             self._tick.append(request)
@@ -288,21 +274,10 @@ class RequestClient(MeshClient):
         """Whether any request is not answered yet."""
         return bool(self._open)
 
-    def is_open(self, request_id: str) -> bool:
-        """Whether the request is not answered yet, aborted or not."""
-        return request_id in self._open
-
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ask the server to stop these requests. They are still answered, with the tokens sampled so far."""
-        self._flush()  # the server would ignore an abort that arrives before its request
+        self._send_tick()  # the server would ignore an abort that arrives before its request
         self.connection.tell(RequestServer.abort, request_ids)
-
-    def end_sessions(self, session_ids: Iterable[str]) -> None:
-        """These conversations are over. A sticky strategy forgets each once its live requests have ended. The server
-        hears of it with the next requests, or after `SESSIONS_SECONDS`."""
-        if not self._over:
-            asyncio.get_running_loop().call_later(SESSIONS_SECONDS, self._flush)
-        self._over += session_ids
 
     def lose(self, reason: str) -> None:
         """The server is gone: open requests fail, and so do later ones until `replace`."""
@@ -311,21 +286,13 @@ class RequestClient(MeshClient):
 
     async def disconnect(self) -> None:
         """Disconnect. Open requests fail, and the server stops them."""
-        self._flush()  # sessions that have ended
+        self._send_tick()
         if self._open:
             self.abort(tuple(self._open))
             await asyncio.sleep(0)  # the abort is sent at the end of the tick
         self._fail(list(self._open), ActorFailed(f"{self.name}: the client was closed"))
-        await self.connection.close()
-
-    def _flush(self) -> None:
-        self._send_tick()
-        self._tell_ended()
-
-    def _tell_ended(self) -> None:
-        ended, self._over = self._over, []
-        if ended:
-            self.connection.tell(RequestServer.end_sessions, ended)
+        for server in self.ranks:
+            await server.close()
 
     def _send_tick(self) -> None:
         requests, self._tick = [each for each in self._tick if each.request_id in self._open], []

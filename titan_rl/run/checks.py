@@ -14,19 +14,20 @@ from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
-from titan_rl.errors import AbsentError, ConfigError
+from titan_rl.errors import AbsentError, ConfigError, ConfigWarning
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, refuse_more_ranks
 from titan_rl.hosts.facts import HostFacts, transport
 from titan_rl.importing import import_name, user_code
 from titan_rl.loop.stages import FILTERS
-from titan_rl.overrides import convert_value, did_you_mean, get_setting
+from titan_rl.overrides import convert_value, did_you_mean
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.config import LossConfig
 from titan_rl.policy.losses import OF_EVERY_LOSS, Objective, build_loss
@@ -37,7 +38,7 @@ from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
 from titan_rl.routing.strategies import build_strategy
 from titan_rl.run import cuda
-from titan_rl.run.doctor import Problem, Severity, quick_problems
+from titan_rl.run.doctor import quick_problems
 from titan_rl.run.memory import shape_of, too_large
 from titan_rl.supervision.placement import assumed_hosts, plan, plays, resolve_device, with_devices
 
@@ -54,63 +55,49 @@ OPEN_FILES, OPEN_FILES_PER_PROCESS = 128, 8
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
-def problems_of(*checks: Callable[[], object]) -> list[Problem]:
+def problems_of(*checks: Callable[[], object]) -> list[ConfigError]:
     """What the checks raise."""
-    problems = []
+    problems: list[ConfigError] = []
     for check in checks:
         try:
             check()
         except ConfigError as error:
-            severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
-            problems.append(Problem(sentence=str(error), severity=severity))
+            problems.append(error)
     return problems
 
 
-def check_run(config: RunConfig, host: HostFacts) -> list[Problem]:
-    """All problems of a run of `config` on `host`."""
-    agents, logging = config.rollout.agents, config.logging
-    problems = problems_of(partial(check_environment, config))
-    if not problems:  # else nobody knows whether programs play it
-        problems += problems_of(
-            partial(_placement, config, host),
-            lambda: _address("rollout.agents.port", agents.host, agents.port) if plays(config) else None,
+def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None = None) -> list[ConfigError]:
+    """All problems of a run of `config` on `host`; or of serving its policy at the gateway's address."""
+    agents, logging, serving = config.rollout.agents, config.logging, gateway is not None
+    problems = [] if serving else problems_of(partial(check_environment, config))
+    if not problems:  # else nobody knows whether programs play the task
+        port = ("rollout.agents.port", agents.host, agents.port)
+        if gateway is not None:
+            port = ("--port", gateway.host, gateway.port)
+        problems = problems_of(
+            partial(_placement, config, host, serving=serving),
+            lambda: _address(*port) if serving or plays(config) else None,
         )
+    of_training = (
+        partial(_algorithm, config),
+        partial(_named, config, "rollout.rollouter", {}, Rollouter),
+        lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
+        lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
+        lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
+    )
     return [
         *quick_problems(logging.directory),
         *problems,
-        *_more_ranks_than_cores(config, host),
+        *_more_ranks_than_cores(config, host, serving=serving),
         *problems_of(
-            *_serving_checks(config, host),
-            partial(_algorithm, config),
-            partial(_named, config, "rollout.rollouter", {}, Rollouter),
-            lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
-            lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
-            lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
+            partial(_policy, config, host),
+            partial(_generator, config, host, serving=serving),
+            partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
+            partial(_strategy, config),
+            partial(_directory, "logging.directory", logging.directory),
+            *(() if serving else of_training),
         ),
     ]
-
-
-def check_serving(config: RunConfig, host: HostFacts, gateway: GatewayConfig) -> list[Problem]:
-    """All problems of serving the policy of `config` on `host` at the gateway's address."""
-    return [
-        *quick_problems(config.logging.directory),
-        *_more_ranks_than_cores(config, host, serving=True),
-        *problems_of(
-            partial(_placement, config, host, serving=True),
-            *_serving_checks(config, host, serving=True),
-            partial(_address, "--port", gateway.host, gateway.port),
-        ),
-    ]
-
-
-def _serving_checks(config: RunConfig, host: HostFacts, *, serving: bool = False) -> tuple[Callable[[], object], ...]:
-    return (
-        partial(_policy, config, host),
-        partial(_generator, config, host, serving=serving),
-        partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
-        partial(_strategy, config),
-        partial(_directory, "logging.directory", config.logging.directory),
-    )
 
 
 def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
@@ -126,17 +113,16 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
     check_open_files(host, placement.processes)
 
 
-def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[Problem]:
+def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[ConfigError]:
     if resolve_device(config, host) == "cuda":
         return []
     meshes = {"generator": config.generator.tensor_parallel}
     meshes |= {} if serving else {"trainer": config.trainer.ranks}
     return [
-        Problem(
-            sentence=f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
+        ConfigWarning(
+            f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
             f"({mesh}.tensor_parallel, {'trainer.data_parallel, ' * (mesh == 'trainer')}placement.threads), and this "
-            f"host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster",
-            severity=Severity.WARNING,
+            f"host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster"
         )
         for mesh, ranks in meshes.items()
         if (threads := ranks * config.placement.threads) > host.cpus
@@ -248,16 +234,9 @@ def _algorithm(config: RunConfig) -> None:
 
 
 def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], base: type = object) -> Any:
-    """The class or function that a setting names.
-
-    Args:
-        words: short names, and where to import them from. None: it is not imported, and neither returned.
-        base: required base class; object: anything that can be called.
-
-    Raises:
-        ConfigError: there is none, or it is something else.
-    """
-    name = get_setting(config, setting)
+    """The class or function that a setting names, of a `base` class, or anything that can be called. `words`: short
+    names, and where to import them from; of None nothing is imported, and None returned. Raises ConfigError."""
+    name = attrgetter(setting)(config)
     targets = {word: target or "" for word, target in words.items()}
     if targets.get(name) == "":
         return None

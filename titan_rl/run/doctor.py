@@ -13,18 +13,17 @@ import platform
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
 
 from titan_rl import __version__
+from titan_rl.errors import AbsentError, ConfigError, ConfigWarning
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
+from titan_rl.isolation.policy_code import run_policy_code
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb
 from titan_rl.run import cuda
@@ -46,27 +45,20 @@ _TITLE = re.compile(r"titan_rl \S+ rank \d+ \(\S+ of (?P<owner>[^)]+)\)")
 """Of a process of a mesh."""
 
 
-class Severity(StrEnum):
-    ERROR = "error"
-    """The run is refused on any host."""
-    ABSENT = "absent"
-    """This host lacks something: a device, a file, a package, memory, a port. The run is refused here; a dry run, which
-    may be meant for another host, warns."""
-    WARNING = "warning"
-    """The run starts, but may not do what its author expects."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    sentence: str
-    severity: Severity = Severity.ERROR
-
-
-def quick_problems(directory: str) -> Iterator[Problem]:
+def quick_problems(directory: str) -> Iterator[ConfigError]:
     """What every start looks at. The run will write to the directory, which need not exist yet."""
     for package in CORE:
         yield from package_problems(package)
-    yield from disk_problems(directory)
+    place = Path(directory).expanduser().absolute()
+    try:
+        disk = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
+    except OSError:  # what cannot be looked at cannot be written either, which is said elsewhere
+        return
+    if disk.total and disk.free < LITTLE_DISK:
+        yield ConfigWarning(
+            f"{directory} has {disk.free / _GIB:.2f} GiB free: checkpoints may not fit; remove old runs "
+            "(`titan-rl runs`), or name another place, --logging.directory"
+        )
 
 
 def pins() -> dict[str, str]:
@@ -78,137 +70,111 @@ def pins() -> dict[str, str]:
     return {pin[1]: pin[2] for each in required if (pin := _PIN.match(each)) is not None}
 
 
-def package_problems(package: str) -> Iterator[Problem]:
+def package_problems(package: str) -> Iterator[ConfigError]:
     """Whether a pinned package is there, in its version. Builds of one version (`+cpu`) are the same."""
     wanted, found = pins().get(package, ""), installed(package)
     remedy = "`scripts/setup.sh` in a clone installs what runs need, in the versions that belong together"
     if not found:
-        yield Problem(sentence=f"the package {package} is not installed: {remedy}", severity=Severity.ABSENT)
+        yield AbsentError(f"the package {package} is not installed: {remedy}")
     elif wanted and found.partition("+")[0] != wanted:
-        yield Problem(
-            sentence=f"{package} {found} is installed, and titan_rl was tested with {wanted}: {remedy}",
-            severity=Severity.WARNING,
-        )
+        yield ConfigWarning(f"{package} {found} is installed, and titan_rl was tested with {wanted}: {remedy}")
 
 
-def disk_problems(directory: str) -> Iterator[Problem]:
-    place = Path(directory).expanduser().absolute()
-    try:
-        disk = shutil.disk_usage(next(each for each in (place, *place.parents) if each.exists()))
-    except OSError:  # what cannot be looked at cannot be written either, which is said elsewhere
-        return
-    if disk.total and disk.free < LITTLE_DISK:
-        yield Problem(
-            sentence=f"{directory} has {disk.free / _GIB:.2f} GiB free: checkpoints may not fit; remove old runs "
-            "(`titan-rl runs`), or name another place, --logging.directory",
-            severity=Severity.WARNING,
-        )
+def examine(host: HostFacts) -> list[tuple[str, str | ConfigError]]:
+    """What was looked at, with what it is like, or what is wrong with it and what to do."""
+    sections: dict[str, Iterable[str | ConfigError]] = {
+        "titan_rl": [f"{__version__} on Python {platform.python_version()}, {platform.platform()}"],
+        "packages": _packages(),
+        "processor": _processor(host),
+        "memory": _memory(host),
+        "devices": _devices(host),
+        "policy code": _policy_code(),
+        "remains": _remains(Path(tempfile.gettempdir())),
+    }
+    return [(about, found) for about, section in sections.items() for found in section]
 
 
-_STYLES = {Severity.ERROR: "red", Severity.ABSENT: "red", Severity.WARNING: "yellow"}
-
-
-class HostFinding(NamedTuple):
-    """One line: something that was looked at."""
-
-    about: str
-    found: str
-    problem: Problem | None = None
-    """What is wrong with it, and what to do; None: nothing is."""
-
-
-def examine(host: HostFacts) -> Iterator[HostFinding]:
-    yield HostFinding("titan_rl", f"{__version__} on Python {platform.python_version()}, {platform.platform()}")
-    yield from _packages()
-    yield from _processor(host)
-    yield from _memory(host)
-    yield from _devices(host)
-    yield from _remains(Path(tempfile.gettempdir()))
-
-
-def _packages() -> Iterator[HostFinding]:
-    yield HostFinding("packages", ", ".join(f"{name} {installed(name) or '–'}" for name in CORE))
+def _packages() -> Iterator[str | ConfigError]:
+    yield ", ".join(f"{name} {installed(name) or '–'}" for name in CORE)
     if not pins():
-        sentence = (
+        yield ConfigWarning(
             "titan_rl itself is not installed, so that no versions can be compared: pip install -e . in its clone"
         )
-        yield _warning("packages", sentence)
     for name in dict.fromkeys((*CORE, *pins())):
-        yield from (HostFinding("packages", "", problem) for problem in package_problems(name))
+        yield from package_problems(name)
 
 
-def _processor(host: HostFacts) -> Iterator[HostFinding]:
+def _processor(host: HostFacts) -> Iterator[str | ConfigError]:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     busy = os.getloadavg()[0]
     said = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set; a run sets placement.threads"
-    yield HostFinding("processor", f"{host.cpus} cores, {said}")
+    yield f"{host.cpus} cores, {said}"
     if threads.isdecimal() and int(threads) > host.cpus:
-        yield _warning(
-            "processor", f"OMP_NUM_THREADS={threads} is more than {host.cpus} cores: threads that spin slow down all"
+        yield ConfigWarning(
+            f"OMP_NUM_THREADS={threads} is more than {host.cpus} cores: threads that spin slow down all"
         )
     if busy > host.cpus:
-        yield _warning("processor", f"{busy:.0f} threads want {host.cpus} cores: runs will be slow until they end")
+        yield ConfigWarning(f"{busy:.0f} threads want {host.cpus} cores: runs will be slow until they end")
     flags = re.search(r"^flags.*", _read(Path("/proc/cpuinfo")), re.MULTILINE)
     if flags is not None and "avx2" not in flags[0].split() and not host.cuda_devices:
-        sentence = "vLLM's CPU build needs AVX2, and this processor has none: use another host"
-        yield HostFinding("processor", "", Problem(sentence=sentence, severity=Severity.ABSENT))
+        yield AbsentError("vLLM's CPU build needs AVX2, and this processor has none: use another host")
 
 
-def _memory(host: HostFacts) -> Iterator[HostFinding]:
-    yield HostFinding("memory", f"{host.memory / _GIB:.1f} GiB available")
+def _memory(host: HostFacts) -> Iterator[str | ConfigError]:
+    yield f"{host.memory / _GIB:.1f} GiB available"
     if 0 < host.memory < LITTLE_MEMORY:
-        yield _warning(
-            "memory", f"{host.memory / _GIB:.1f} GiB are available, and copy4 takes 4 to train: end other programs"
+        yield ConfigWarning(
+            f"{host.memory / _GIB:.1f} GiB are available, and copy4 takes 4 to train: end other programs"
         )
 
 
-def _devices(host: HostFacts) -> Iterator[HostFinding]:
+def _devices(host: HostFacts) -> Iterator[str | ConfigError]:
     count = len(host.cuda_devices)
-    yield HostFinding("devices", counted(count, "CUDA device") if count else "no CUDA device; runs compute on the CPU")
+    yield counted(count, "CUDA device") if count else "no CUDA device; runs compute on the CPU"
     if not count and any(Path("/dev").glob("nvidia[0-9]*")):
-        yield _warning(
-            "devices",
+        yield ConfigWarning(
             "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
-            f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says",
+            f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says"
         )
     for sentence in (*cuda.lacking(host), *cuda.slowing()) if count else ():
-        yield _warning("devices", sentence)
+        yield ConfigWarning(sentence)
 
 
-def _remains(temporary: Path) -> Iterator[HostFinding]:
+def _policy_code() -> Iterator[str | ConfigError]:
+    try:
+        run_policy_code("")
+        yield "programs of the policy can be isolated here (run_policy_code)"
+    except AbsentError as error:
+        yield ConfigWarning(str(error))
+
+
+def _remains(temporary: Path) -> Iterator[str | ConfigError]:
     """What dead runs have left. The next start removes files; processes end with their controller, or are named."""
     segments, scratch = dead_segments(DIRECTORY), list(dead_scratch(temporary))
     size = sum(path.stat().st_size for path in segments)
     found = [f"{len(segments)} segments with {size:,} bytes in {DIRECTORY}"] * bool(segments)
     found += [f"{len(scratch)} directories in {temporary}"] * bool(scratch)
-    yield HostFinding(
-        "remains", f"{' and '.join(found) or 'none'} of dead runs" + "; the next start removes them" * bool(found)
-    )
+    yield f"{' and '.join(found) or 'none'} of dead runs" + "; the next start removes them" * bool(found)
     if foreign := [path for path in segments if path.stat().st_uid != os.getuid()]:
         size = sum(path.stat().st_size for path in foreign)
-        yield _warning("remains", f"{size:,} bytes of them are other users', who must remove them: {foreign[0]}, …")
+        yield ConfigWarning(f"{size:,} bytes of them are other users', who must remove them: {foreign[0]}, …")
     if orphans := _orphans():
         pids = " ".join(map(str, orphans))
-        yield _warning("remains", f"{len(orphans)} processes have outlived their run: kill -9 {pids}")
+        yield ConfigWarning(f"{len(orphans)} processes have outlived their run: kill -9 {pids}")
     for lock in temporary.glob(f"{PREFIX}*/agent.lock"):
         pid, _, run = _read(lock).partition(" ")
         if pid.isdecimal() and Path(f"/proc/{pid}").exists():
-            yield HostFinding("remains", f"this host is lent to the run {run or 'of another host'} (agent {pid})")
+            yield f"this host is lent to the run {run or 'of another host'} (agent {pid})"
 
 
 def _orphans() -> list[int]:
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if (title := _TITLE.match((entry / "cmdline").read_text(errors="replace"))) and not owner_lives(
-                title["owner"]
-            ):
+        with suppress(OSError):  # it has ended, or its owner's directory is gone
+            title = _TITLE.match((entry / "cmdline").read_text(errors="replace"))
+            if title is not None and not owner_lives(title["owner"]):
                 found.append(int(entry.name))
     return sorted(found)
-
-
-def _warning(about: str, sentence: str) -> HostFinding:
-    return HostFinding(about, "", Problem(sentence=sentence, severity=Severity.WARNING))
 
 
 def _read(file: Path) -> str:
@@ -219,24 +185,18 @@ def _read(file: Path) -> str:
 
 
 def _act(command: Command, prog: str) -> int:
-    findings = list(examine(detect_host()))
+    findings = examine(detect_host())
     console = Console(highlight=False, markup=False, emoji=False)
-    width = max(len(finding.about) for finding in findings) + 2
-    for about, found, problem in findings:
+    width = max(len(about) for about, _ in findings) + 2
+    for about, found in findings:
         mark = Text("ok       ", "green")
-        if problem is not None:
-            stops = problem.severity is not Severity.WARNING
-            mark = Text("stops    " if stops else "warning  ", _STYLES[problem.severity])
-        console.print(mark + Text(about.ljust(width)) + Text(problem.sentence if problem else found), soft_wrap=True)
-    problems = [finding.problem for finding in findings if finding.problem is not None]
-    stopping = sum(problem.severity is not Severity.WARNING for problem in problems)
-    console.print(f"{counted(stopping, 'problem')} would stop a run, {counted(len(problems) - stopping, 'warning')}")
+        if isinstance(found, ConfigError):
+            mark = Text("warning  ", "yellow") if isinstance(found, ConfigWarning) else Text("stops    ", "red")
+        console.print(mark + Text(about.ljust(width)) + Text(str(found)), soft_wrap=True)
+    warnings = sum(isinstance(found, ConfigWarning) for _, found in findings)
+    stopping = sum(isinstance(found, ConfigError) for _, found in findings) - warnings
+    console.print(f"{counted(stopping, 'problem')} would stop a run, {counted(warnings, 'warning')}")
     return EXIT_FAILED if stopping else 0
 
 
-VERB = Verb(
-    act=_act,
-    about=__doc__,
-    options={},
-    takes_settings=False,
-)
+VERB = Verb(act=_act, about=__doc__, takes_settings=False)

@@ -65,8 +65,6 @@ TAUGHT_LOOP = 250
 
 
 class Chosen(NamedTuple):
-    """A setting and why it has its value."""
-
     setting: str
     value: Any
     reason: str
@@ -233,13 +231,8 @@ def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:
 
 
 def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warmup: int | None = None) -> list[Chosen]:
-    """The settings, in the order in which they are shown.
-
-    Args:
-        by_bytes: whether the policy writes bytes in any case.
-        trained: whether it begins with weights that were trained before.
-        warmup: its steps, where the user says.
-    """
+    """The settings, in the order in which they are shown, for a policy that writes bytes in any case, or begins with
+    weights that were `trained` before. `warmup`: its steps, where the user says."""
     chosen: list[Chosen] = []
 
     def add(setting: str, value: Any, reason: str) -> None:

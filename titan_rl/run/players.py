@@ -9,7 +9,7 @@ answers a request differs.
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,10 +103,8 @@ async def message_player(
 ) -> AsyncIterator[Player]:
     """The task, played by a policy that answers in messages. Loads neither torch nor Monarch. Raises ConfigError,
     TaskError: the environment cannot be made."""
-    policy = MessagePolicy(next_message)
-    runner = GroupRunner(config, model_path="", imports=imports)
-    server = None
-    try:
+    policy, sessions = MessagePolicy(next_message), None
+    async with AsyncExitStack() as closing:
         if plays(config):
             from titan_rl.gateway.app import GatewayServer
             from titan_rl.gateway.calls import ServedPolicy
@@ -115,10 +113,9 @@ async def message_player(
             served_policy = ServedPolicy(name="policy", renderer=policy.renderer, max_model_len=1 << 30)
             gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
             server = GatewayServer(gateway, policy, served_policy, run_seed=config.seed)
-        sessions = None if server is None else server.rollout_keys
+            closing.push_async_callback(server.close)
+            sessions = server.rollout_keys
+        runner = GroupRunner(config, model_path="", imports=imports)
+        closing.push_async_callback(runner.close)
         info = await runner.start(sessions, renderer=policy.renderer)
         yield Player(config, runner, info, policy.generate)
-    finally:
-        await runner.close()
-        if server is not None:
-            await server.close()

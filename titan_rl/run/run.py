@@ -13,9 +13,10 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from titan_rl.metrics.waits import answer_signals
 from titan_rl.one_line import counted, one_line
 from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from titan_rl.run.runs import Resume, how_to_go_on, write_config
-from titan_rl.run.start import bring_up
+from titan_rl.run.start import Options, bring_up
 from titan_rl.run.training import NOTHING_SAVED, Training
 from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
 from titan_rl.supervision.run_end import Announcer, RunEnd
@@ -52,6 +53,7 @@ DETERMINISTIC_HINT = (
 _log = logging.getLogger(__name__)
 
 
+@lasting_output()
 def run(
     config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None = None, *, replay_until: int = 0
 ) -> int:
@@ -82,67 +84,69 @@ def run(
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
-    def last_lines(how: str, directory: Path) -> Iterator[str]:
-        if replay_until:
-            yield f"the replay {how}"
-            return
-        yield f"the run {how}; {training.saved if training else NOTHING_SAVED}; {how_to_go_on(directory)}"
-        yield from _report(directory)
-
     checkpoint = None if resume is None else resume.checkpoint(say, read_ledger)
     stopping = "saving the newest weights, then closing; once more: closing without saving"
-    directory = None if resume is None else resume.run
-    return conduct(config, work, last_lines, say=say, stopping=stopping, directory=directory)
+    where = None if resume is None else resume.run
+    code, how, directory = conduct(config, work, say=say, stopping=stopping, directory=where)
+    if replay_until:
+        say(f"the replay {how}")
+        return code
+    say(f"the run {how}; {training.saved if training else NOTHING_SAVED}; {how_to_go_on(directory)}")
+    _report(directory, say)
+    return code
 
 
 def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
     """Serve until a signal; returns the exit code."""
+    say = partial(print, flush=True)
 
-    def say(text: str) -> None:
-        print(text, flush=True)
-
-    async def work(directory: Path, run_end: RunEnd) -> tuple[int, str]:
-        async with bring_up(
-            config,
-            gateway,
-            imports=imports,
-            log_directory=directory / "logs",
-            run_end=run_end,
-            on_mesh=lambda mesh, doing: say(f"{mesh}: {doing or 'has left'}"),
-            say=say,
-        ) as up:
+    async def work(directory: Path, options: Options) -> tuple[int, str]:
+        wanted: Options = {**options, "imports": imports}
+        async with bring_up(config, gateway, **wanted) as up:
             key = "with the API key" if gateway.api_key else "without an API key"
             say(f"serving {gateway.model} at {up.gateway.url}/v1, {key}; Ctrl-C stops it")
-            await run_end.watch(asyncio.Event().wait())
+            await asyncio.Event().wait()
         return EXIT_OK, "is over"
 
-    def last_lines(how: str, directory: Path) -> Iterator[str]:
-        yield f"the service {how}; it keeps nothing; logs: {directory / 'logs'}"
-
-    named = dataclasses.replace(config, recipe="serve")
-    code = conduct(named, work, last_lines, say=say, stopping="closing")
+    code = run_serving("serve", config, work, say)
     return EXIT_OK if code > 128 else code
 
 
 @lasting_output()
+def run_serving(
+    verb: str,
+    config: RunConfig,
+    work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
+    say: Callable[[str], None],
+) -> int:
+    """Do work that serves weights, in a directory of its own with logs, until it ends or a signal comes; returns the
+    exit code. `work`: returns the exit code, and how it ended, in words."""
+
+    async def watched(directory: Path, run_end: RunEnd) -> tuple[int, str]:
+        options: Options = {
+            "run_end": run_end,
+            "log_directory": directory / "logs",
+            "on_mesh": lambda mesh, doing: say(f"{mesh}: {doing or 'has left'}"),
+            "say": say,
+        }
+        return await run_end.watch(work(directory, options))
+
+    code, how, directory = conduct(dataclasses.replace(config, recipe=verb), watched, say=say, stopping="closing")
+    say(f"{verb} {how}; logs: {directory / 'logs'}")
+    return code
+
+
 def conduct(
     config: RunConfig,
     work: Callable[[Path, RunEnd], Coroutine[Any, Any, tuple[int, str]]],
-    last_lines: Callable[[str, Path], Iterator[str]],
     *,
     say: Callable[[str], None],
     stopping: str,
     directory: Path | None = None,
-) -> int:
-    """Do the work in a run directory; returns the exit code.
-
-    Args:
-        work: called with the run directory and what collects faults and signals; returns the exit code, and how it
-            ended, in words.
-        last_lines: given how it ended, the last words; each line is said before the next is asked for.
-        stopping: text that says what happens after a stop signal.
-        directory: of the run; None: make a new one.
-    """
+) -> tuple[int, str, Path]:
+    """Do the work in a run directory, a new one where none is given; returns the exit code, how it ended in words, and
+    the directory. `work`: called with that and with what collects faults and signals; returns the first two.
+    `stopping`: says what happens after a stop signal."""
     hold_signals()
     remove_segments_of(os.getpid())  # of a dead run with this process id: a container that started again has the same
     directory = directory or make_run_directory(config)
@@ -174,9 +178,7 @@ def conduct(
         with suppress(StorageError):  # on a full disk
             write_file(directory / ENDING, json.dumps({"exit_code": code, "how": how}) + "\n")
     os.close(lock)
-    for line in last_lines(how, directory):
-        say(line)
-    return code
+    return code, how, directory
 
 
 def make_run_directory(config: RunConfig) -> Path:
@@ -235,11 +237,11 @@ def _conclude(
     return EXIT_OK, f"is done after step {summary.steps}{early}"
 
 
-def _report(run: Path) -> Iterator[str]:
+def _report(run: Path, say: Callable[[str], None]) -> None:
     """Write the report, which cannot change how the run ended; says where it is. A run without numbers has none."""
     if (run / METRICS).is_file():
         try:
-            yield f"report: {write_report([run], run / REPORT)}"
+            say(f"report: {write_report([run], run / REPORT)}")
         except Exception as error:
             _log.warning("the report could not be written", exc_info=error)
-            yield f"the report could not be written: {type(error).__name__}: {one_line(str(error), LONGEST_CAUSE)}"
+            say(f"the report could not be written: {type(error).__name__}: {one_line(str(error), LONGEST_CAUSE)}")

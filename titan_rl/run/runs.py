@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "loop.watchdog_seconds",
     "placement.",
     "rollout.agents.",
+    "rollout.failure_share",
     "rollout.workers",
     "router.",
     "weights.",
@@ -160,13 +161,9 @@ class Difference:
     def allowed(self) -> bool:
         return self.setting.startswith((*MAY_CHANGE, *CLOSE))
 
-    @property
-    def close(self) -> bool:
-        """Whether the run goes on with other last bits."""
-        return self.setting.startswith(CLOSE)
-
     def __str__(self) -> str:
-        return f"{self.setting} {self.before!r} → {self.now!r}"
+        close = " (its results are close to those before, not bitwise)" * self.setting.startswith(CLOSE)
+        return f"{self.setting} {self.before!r} → {self.now!r}{close}"
 
 
 def differences(before: RunConfig, now: RunConfig) -> list[Difference]:
@@ -219,6 +216,12 @@ def list_runs(directory: Path) -> list[ListedRun]:
 
 def summarize(run: Path) -> ListedRun:
     ending = json_object(run / ENDING)
+    if is_going_on(run):  # first, because a run that goes on keeps its former ending until it has begun
+        state = State.RUNNING
+    elif (code := ending.get("exit_code")) is not None:
+        state = State.DONE if code == 0 else State.STOPPED if code > 128 else State.FAILED
+    else:
+        state = State.DONE if (run / SUMMARY).exists() else State.DEAD
     step, score = 0, None
     for _, line in json_lines(run / METRICS, start=-TAIL):
         step, score = line.get("step", step), line.get("evaluation/exact_match", score)
@@ -228,21 +231,13 @@ def summarize(run: Path) -> ListedRun:
         steps = None
     return ListedRun(
         directory=run,
-        state=_state(run, ending),
+        state=state,
         how=str(ending.get("how", "")),
         step=step,
         steps=steps,
         score=score,
         started=datetime.fromtimestamp((run / CONFIG).stat().st_mtime),
     )
-
-
-def _state(run: Path, ending: dict[str, Any]) -> State:
-    if is_going_on(run):  # first, because a run that goes on keeps its former ending until it has begun
-        return State.RUNNING
-    if (code := ending.get("exit_code")) is not None:
-        return State.DONE if code == 0 else State.STOPPED if code > 128 else State.FAILED
-    return State.DONE if (run / SUMMARY).exists() else State.DEAD
 
 
 def _act(command: Command, prog: str) -> int:

@@ -59,18 +59,13 @@ async def start(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[
 async def bring_up(
     config: RunConfig, serve_at: GatewayConfig | None = None, **options: Unpack[Options]
 ) -> AsyncIterator[Supervisor]:
-    """Start every mesh of the config on its hosts, and stop all of them at the end.
+    """Start every mesh of the config on its hosts, and stop all of them at the end. `serve_at`: train nothing, serve
+    the policy there to any HTTP client, with generators, router, renderer and placement of the config:
 
-    Args:
-        config: for a service, only its policy, generators, router, renderer and placement are used.
-        serve_at: serve the policy there, to any HTTP client; None: what trains it is started.
+        checkpoint ─published as v0─▶ generators pull and verify ─▶ router serves ─▶ gateway listens
 
-            checkpoint ─published as v0─▶ generators pull and verify ─▶ router serves ─▶ gateway listens
-
-    Raises:
-        ConfigError: the hosts cannot hold the placement, or one lacks something; or the gateway cannot listen there.
-        TitanError: a part did not start.
-    """
+    Raises ConfigError: the hosts cannot hold the placement, or one lacks something; or the gateway cannot listen there;
+    TitanError: a part did not start."""
     prepare_controller()
     from titan_rl.hosts.elastic import HostControl, controlled
     from titan_rl.supervision.supervisor import Supervisor

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.environments.rubric import EXACT_MATCH
-from titan_rl.errors import AbsentError, ActorGone, ConfigError, TaskError
+from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, TaskError
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.process_io import passed_on
 from titan_rl.isolation.wire import LONGEST_SHOWN, CallKind, TaskCheck, TaskInfo, UserCall
@@ -29,7 +29,7 @@ from titan_rl.loop.system import group_request
 from titan_rl.one_line import one_line
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.run.checks import Problem, Severity
+from titan_rl.rollout.rollouter import Generate
 from titan_rl.run.players import not_sampled
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Purpose
 
@@ -39,7 +39,7 @@ RENDER_SECONDS = 1.0
 """Time limit for trying prompts with the tokenizer."""
 
 
-def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
+def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]:
     """The problem that keeps the task of `config` from being played, or its `warning`. Call it if `check_run` found
     nothing."""
     # hide the output of user code and the ends of its processes: the problem says what matters of them
@@ -54,13 +54,12 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[Problem]:
     except (ConfigError, TaskError, ActorGone) as raised:
         error = raised
     else:
-        return [Problem(sentence=warning, severity=Severity.WARNING)] if warning else []
+        return [ConfigWarning(warning)] if warning else []
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
     for withheld in os.environ.keys() - passed_on(os.environ, config.environment.variables).keys():
         if len(withheld) > 2 and re.search(rf"\b{re.escape(withheld)}\b", sentence):
             sentence += f"; user code sees the variable {withheld} only if environment.variables names it"
-    severity = Severity.ABSENT if isinstance(error, AbsentError) else Severity.ERROR
-    return [Problem(sentence=sentence, severity=severity)]
+    return [AbsentError(sentence) if isinstance(error, AbsentError) else ConfigError(sentence)]
 
 
 async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
@@ -93,29 +92,25 @@ def _check_held_out(config: RunConfig, check: TaskCheck, others: TaskCheck) -> N
         ("when it is called again", check.held_out_again),
         (f"with seed {config.seed + 1} instead of {config.seed}", others.held_out),
     ):
-        if (place := _first_difference(check.held_out, again)) is not None:
-            raise ConfigError(
-                f"{asked} gives other prompts {when}, the first at {place}: {_shown(check.held_out, place)}, then "
-                f"{_shown(again, place)}; it must depend on neither chance nor the seed, or no two scores could be "
-                "compared"
-            )
+        for place, (prompt, other) in enumerate(zip_longest(check.held_out, again)):
+            if prompt != other:
+                raise ConfigError(
+                    f"{asked} gives other prompts {when}, the first at {place}: {_shown(prompt)}, then "
+                    f"{_shown(other)}; it must depend on neither chance nor the seed, or no two scores could be "
+                    "compared"
+                )
 
 
-def _first_difference(first: Sequence[tuple[Message, ...]], second: Sequence[tuple[Message, ...]]) -> int | None:
-    shorter = min(len(first), len(second))
-    places = (place for place in range(shorter) if first[place] != second[place])
-    return next(places, None if len(first) == len(second) else shorter)
-
-
-def _shown(prompts: Sequence[tuple[Message, ...]], place: int) -> str:
-    if place >= len(prompts):
+def _shown(prompt: tuple[Message, ...] | None) -> str:
+    if prompt is None:
         return "nothing"
-    return f"'{one_line(' '.join(message.content for message in prompts[place]), LONGEST_SHOWN)}'"
+    return f"'{one_line(' '.join(message.content for message in prompt), LONGEST_SHOWN)}'"
 
 
 async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, check: TaskCheck) -> str:
     """Returns a warning where the examples' answers get no reward."""
     tiny = config.policy.tiny
+    silent, _ = _says(runner.renderer, "")
     remedy = (
         "policy.tiny.symbols and policy.tiny.special_tokens have to hold every symbol of the task "
         '(policy.tiny.tokenizer = "chat" writes any text)'
@@ -126,7 +121,7 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
         _render(runner.renderer, info, check, remedy)
     if config.trainer.warmup.steps:
         try:
-            await runner.run_group(group_request(config, Purpose.DEMONSTRATE, 0), _SaysAlways(runner.renderer, ""))
+            await runner.run_group(group_request(config, Purpose.DEMONSTRATE, 0), silent)
         except TaskError as error:
             where = "" if str(error).startswith("demonstration") else "demonstration 0: "
             raise ConfigError(f"{where}{error}" + (f"; {remedy}" if "symbol" in str(error) else "")) from error
@@ -135,9 +130,9 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
     said_right: list[tuple[int, float]] = []  # tokens and reward of right answers that can be said
     plays = ((Purpose.TRAIN, 2 if info.scores_groups else 1), (Purpose.EVALUATE, 1))
     for (purpose, samples), answer in zip(plays, (check.answers[0], check.answers[-1]), strict=True):
-        policy = _SaysAlways(runner.renderer, answer)
+        policy, tokens = _says(runner.renderer, answer)
         result = await runner.run_group(group_request(config, purpose, 0, samples=samples), policy)
-        said_right += [(policy.tokens, rollout.reward) for rollout in result.rollouts if policy.tokens]
+        said_right += [(tokens, rollout.reward) for rollout in result.rollouts if tokens]
         for rollout, trajectory in zip_longest(result.rollouts, result.trajectories):
             if rollout.error:
                 messages = trajectory.messages if trajectory is not None else ()
@@ -154,10 +149,10 @@ async def _try_rollouts(config: RunConfig, runner: GroupRunner, info: TaskInfo, 
                 )
     if info.multi_turn or info.tools or info.scores_groups or len(said_right) < len(plays):
         return ""
-    tokens, reward = map(max, zip(*said_right, strict=True))
-    if tokens >= (room := config.rollout.sampling.max_new_tokens):
-        return f"a right answer has {tokens} tokens and its end, rollout.sampling.max_new_tokens is {room}: it is cut"
-    wrong = await runner.run_group(group_request(config, Purpose.TRAIN, 0), _SaysAlways(runner.renderer, ""))
+    longest, reward = map(max, zip(*said_right, strict=True))
+    if longest >= (room := config.rollout.sampling.max_new_tokens):
+        return f"a right answer has {longest} tokens and its end, rollout.sampling.max_new_tokens is {room}: it is cut"
+    wrong = await runner.run_group(group_request(config, Purpose.TRAIN, 0), silent)
     if reward > 0 or any(reward > rollout.reward for rollout in wrong.rollouts):
         return ""
     return (
@@ -179,19 +174,17 @@ def _render(renderer: Renderer, info: TaskInfo, check: TaskCheck, remedy: str) -
                 return
 
 
-class _SaysAlways:
-    """A policy that always says one text, or repeats its prompt if the tokenizer cannot write that text."""
+def _says(renderer: Renderer, text: str) -> tuple[Generate, int]:
+    """A policy that always says one text, or repeats its prompt if the tokenizer cannot write that text; and the tokens
+    of the text."""
+    said: list[int] = []
+    with suppress(TaskError):
+        said = renderer.encode(text)
 
-    def __init__(self, renderer: Renderer, text: str):
-        self._renderer = renderer
-        try:
-            self._said = renderer.encode(text)
-        except TaskError:
-            self._said = []
-        self.tokens = len(self._said)
-
-    async def __call__(self, request: GenerationRequest) -> Completion:
-        token_ids = [*(self._said or request.prompt_token_ids.tolist()), self._renderer.stop_token_ids[0]]
+    async def generate(request: GenerationRequest) -> Completion:
+        token_ids = [*(said or request.prompt_token_ids.tolist()), renderer.stop_token_ids[0]]
         room = request.sampling.max_new_tokens
         reason = FinishReason.STOP if len(token_ids) <= room else FinishReason.LENGTH
         return not_sampled(request, token_ids[:room], reason)
+
+    return generate, len(said)

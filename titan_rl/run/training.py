@@ -199,13 +199,8 @@ async def train_and_save(
     loop: TrainingLoop, meshes: Supervisor, saves: Mapping[str, Save], say: Callable[[str], None]
 ) -> None:
     """Train to the end, and save what there is, even if training fails or is stopped. `saves`: by what each saves, as
-    "the weights were".
-
-    Raises:
-        RollbackNeeded: nothing was saved, and the run has not ended: another loop has to go on from an earlier step.
-        Stopped: a signal ended the loop.
-        TitanError, OSError: training or saving failed.
-    """
+    "the weights were". Raises Stopped: a signal ended the loop; TitanError, OSError: training or saving failed;
+    RollbackNeeded: nothing was saved, and the run has not ended: another loop has to go on from an earlier step."""
     end = meshes.run_end
     failure: Exception | None = None
     unsaved: Exception | None = None

@@ -12,12 +12,8 @@ Always true, after every method:
 - a step trains exactly P groups; at most one batch is out at a time;
 - every group of a batch is at most S + ⌈(W - 1)/P⌉ steps old, and 0 at S = 0. A violation raises: it would be a bug.
 
-**Window.** The line is all groups in order of admission, without those that were filtered or failed. It begins at
-the anchor, the oldest group that is still to be trained. A batch is put together from the front: the oldest finished
-group among the first W of the line is next. So W = 1 is strict FIFO. A group that is lost keeps its place.
-
-`README.md` proves the bound, and that nobody starves. In a deterministic run admissions follow `logical_time`, with a
-proof of its own.
+`README.md` says how a batch is put together from the line, proves the bound, and that nobody starves. In a
+deterministic run admissions follow `logical_time`, with a proof of its own.
 
 Pure: the caller plays groups, trains batches and publishes versions, and says here what happened.
 """
@@ -210,20 +206,15 @@ class GroupBuffer:
         return self._move(group_id, GroupState.FINISHED, GroupState.RUNNING, oldest=oldest)
 
     def lost(self, group_id: int) -> Group:
-        """The group's samples are lost: play it again. It keeps its id and its slot.
-
-        If it was TAKEN, the batch is given up and its other groups are FINISHED again.
-        """
+        """The group's samples are lost: play it again. It keeps its id and its slot. If it was TAKEN, the batch is
+        given up and its other groups are FINISHED again."""
         group = self._active(group_id, GroupState.RUNNING, GroupState.FINISHED, GroupState.TAKEN)
         self._give_batch_up(group)
         self._waiting[group_id] = None
         return self._move(group_id, GroupState.WAITING, attempt=group.attempt + 1, oldest=None)
 
     def drop(self, group_id: int, outcome: Outcome) -> None:
-        """The group is not trained: it is FILTERED, or FAILED. Its slot is free.
-
-        If it was TAKEN, the batch is given up and its other groups are FINISHED again.
-        """
+        """The group is not trained: it is FILTERED, or FAILED. Its slot is free. A batch is given up as by `lost`."""
         group = self._active(group_id)
         self._end(group_id, trainable=False)
         self._give_batch_up(group)

@@ -166,7 +166,8 @@ class ForkServer:
             try:
                 proxy.settimeout(REQUEST_SECONDS)
                 head, descriptors, *_ = socket.recv_fds(proxy, LENGTH.size, 4)
-                request = marshal.loads(_receive(proxy, *LENGTH.unpack(head)))
+                with proxy.makefile("rb") as rest:  # until it is whole, or the proxy is gone
+                    request = marshal.loads(rest.read(*LENGTH.unpack(head)))
                 if (pid := os.fork()) == 0:
                     with _ending_in_exit():
                         self._leave_behind()
@@ -294,15 +295,6 @@ def _forget() -> None:
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
-
-
-def _receive(proxy: socket.socket, length: int) -> bytes:
-    received = bytearray()
-    while len(received) < length:
-        if not (part := proxy.recv(length - len(received))):
-            raise EOFError("it was gone")
-        received += part
-    return bytes(received)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """All that is known of one mesh, with one state. A pure state machine: time is handed in, and nothing is awaited here.
 
-    PLACED ─▶ STARTING ─▶ UP ─▶ LOST ─▶ BACKOFF ─▶ STARTING ─▶ …
-                  └─────────────▶┘└─▶ GIVEN_UP ─▶ PLACED: its host has room again, or another one joined
+    PLACED ─▶ STARTING ─▶ BORN ─▶ UP ─▶ LOST ─▶ BACKOFF ─▶ STARTING ─▶ …
+                  └─────────┴───────────▶┘└─▶ GIVEN_UP ─▶ PLACED: its host has room again, or another one joined
 
 A mesh is lost as a whole, with its first rank, and once per start. Failures in a row are counted. The pause before the
 next start doubles with them up to `LONGEST_PAUSE`, and after `restarts` of them the mesh is `exhausted`. One that was
@@ -30,7 +30,9 @@ class MeshState(StrEnum):
     PLACED = "placed"
     """It has no processes yet."""
     STARTING = "starting"
-    """Its processes start, then its actors are set up."""
+    """Its processes start."""
+    BORN = "born"
+    """Its processes run, and its actors are set up."""
     UP = "up"
     LOST = "lost"
     """A process ended, an actor failed, or nothing moved: what is left of it is killed."""
@@ -42,7 +44,8 @@ class MeshState(StrEnum):
 
 TRANSITIONS = {
     MeshState.PLACED: {MeshState.STARTING},
-    MeshState.STARTING: {MeshState.UP, MeshState.LOST},
+    MeshState.STARTING: {MeshState.BORN, MeshState.LOST},
+    MeshState.BORN: {MeshState.UP, MeshState.LOST},
     MeshState.UP: {MeshState.LOST},
     MeshState.LOST: {MeshState.BACKOFF, MeshState.GIVEN_UP},
     MeshState.BACKOFF: {MeshState.STARTING},
@@ -77,8 +80,6 @@ class ManagedMesh:
     the event loop."""
     births: int = 0
     """How many starts have brought its processes up."""
-    born: bool = False
-    """Whether this start has."""
     pids: list[int] = field(default_factory=list)
     """Process ids, known while it is up."""
 
@@ -96,12 +97,7 @@ class ManagedMesh:
 
     @property
     def is_starting(self) -> bool:
-        return self.state is MeshState.STARTING
-
-    @property
-    def is_unborn(self) -> bool:
-        """Whether its processes are being started."""
-        return self.is_starting and not self.born
+        return self.state in (MeshState.STARTING, MeshState.BORN)
 
     @property
     def is_idle(self) -> bool:
@@ -115,12 +111,11 @@ class ManagedMesh:
     def begin(self) -> None:
         """New processes are started."""
         self._move(MeshState.STARTING)
-        self.born = False
 
     def bear(self) -> None:
         """All processes of this start run."""
-        if not self.born:
-            self.handle, self.births, self.born = self.client.actor, self.births + 1, True
+        self._move(MeshState.BORN)
+        self.handle, self.births = self.client.actor, self.births + 1
 
     def ready(self, pids: list[int], now: float) -> None:
         """It is set up."""

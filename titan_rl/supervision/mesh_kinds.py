@@ -130,11 +130,11 @@ class MeshKind:
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
         """Of the actor's constructor."""
-        raise NotImplementedError
+        return {"config": self.table.config, "model_path": str(self.table.model_path)}
 
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         """As its client takes them."""
-        return {}
+        return {kind.value: self.table.handle(kind) for kind in self.calls}
 
     async def announce(self, mesh: ManagedMesh) -> None:
         """It came up while others were. Its handle is not all that they have to know."""
@@ -171,28 +171,14 @@ class TrainerKind(MeshKind):
                 "(placement.trainer), or add --trusted-network"
             )
         return TrainerClient(
-            config.trainer,
+            config,
             start_seconds=self.start_seconds,
-            step_seconds=config.placement.step_seconds,
-            host_seconds=config.placement.host_seconds if config.placement.several_hosts else 0.0,
             on_hung=lambda reason: report(MeshFailed(reason, plan.name)),
             say=self.table.say,
         )
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        config = self.table.config
-        return {
-            "config": config.trainer_settings(),
-            "weights": config.weights_settings(),
-            "model_path": str(self.table.model_path),
-            "served_dtype": config.generator.dtype,
-            "temperature": config.rollout.sampling.temperature,
-            "total_steps": max(1, config.loop.steps),
-            "device": mesh.plan.device,
-            "seed": config.seed,
-            "copies": config.checkpoint.in_memory,
-            "hosts": mesh.plan.hosts,
-        }
+        return {**super().arguments(mesh), "device": mesh.plan.device, "hosts": mesh.plan.hosts}
 
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         """The stores, of which it may read the samples of other hosts."""
@@ -212,12 +198,8 @@ class GeneratorKind(MeshKind):
         return GeneratorClient(plan.name, start_seconds=self.start_seconds)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {
-            "mesh": mesh.name,
-            "config": self.table.config.generator_settings(),
-            "model_path": str(self.table.model_path),
-            "device": mesh.plan.device,
-        }
+        config = self.table.config.generator_settings()
+        return {**super().arguments(mesh), "config": config, "mesh": mesh.name, "device": mesh.plan.device}
 
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         """The relay of its host; None: there is none, because there is one host."""
@@ -279,18 +261,7 @@ class GatewayKind(MeshKind):
         return GatewayClient(start_seconds=self.start_seconds)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        config = self.table.config
-        return {
-            "config": self.table.gateway,
-            "model_path": str(self.table.model_path),
-            "renderer": config.rollout.renderer,
-            "renderer_kwargs": config.rollout.renderer_kwargs,
-            "max_model_len": config.generator.max_model_len,
-            "run_seed": config.seed,
-        }
-
-    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {"router": self.table.handle("router")}
+        return {**super().arguments(mesh), "gateway": self.table.gateway}
 
 
 class RolloutKind(MeshKind):
@@ -303,16 +274,7 @@ class RolloutKind(MeshKind):
         return next(worker for worker in self.table.rollouts.workers if worker.name == plan.name)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        table = self.table
-        return {
-            "config": table.config,
-            "mesh": mesh.name,
-            "model_path": str(table.model_path),
-            "imports": table.imports,
-        }
-
-    def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {"router": self.table.handle("router"), "gateway": self.table.handle("gateway")}
+        return {**super().arguments(mesh), "mesh": mesh.name, "imports": self.table.imports}
 
 
 KINDS: dict[Kind, type[MeshKind]] = {

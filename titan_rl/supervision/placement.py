@@ -29,37 +29,9 @@ from titan_rl.gateway.config import is_loopback
 from titan_rl.generation.config import generator_environment
 from titan_rl.hosts.facts import HostFacts
 from titan_rl.importing import import_name
-from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.process import SUPERVISION_ENVIRONMENT, TCP_ONLY
 
 Device = Literal["cpu", "cuda"]
-
-_LIGHT_IMPORTS = (
-    "tokenizers",
-    "titan_rl.metrics.waits",
-    "titan_rl.rollout.group_runner",
-    "titan_rl.routing.dispatcher",
-    "titan_rl.supervision.process",
-)
-_TORCH_IMPORTS = ("torch", "torch._inductor.lowering", "torch.distributed.fsdp", "torch.distributed.tensor", "numba")
-_TRAINER_IMPORTS = ("titan_rl.policy.updater:import_torchtitan", "titan_rl.weights.fingerprint")
-_ENGINE_IMPORTS: dict[Device, tuple[str, ...]] = {
-    "cpu": (
-        "titan_rl.generation.vllm.engine",
-        "titan_rl.generation.vllm.adaptation",
-        "titan_rl.generation.vllm.steps",
-        "vllm.model_executor.layers.quantization.online.base",
-        "vllm.model_executor.models.qwen3",
-        "vllm.v1.worker.cpu_worker",
-    ),
-    "cuda": (
-        "titan_rl.generation.vllm.engine",
-        "vllm.model_executor.models.qwen3",
-        "vllm.v1.worker.gpu.model_runner",
-        "vllm.v1.worker.gpu_worker",
-    ),
-}
-"""What the processes of a stage import; none of it imports Monarch."""
 
 TORCHRUN_VARIABLES = """
 RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE ROLE_NAME
@@ -223,16 +195,16 @@ class _Room:
         return sorted(names, key=lambda name: self._computing[name] / self.hosts[name].cpus)
 
 
-def _threads(number: int) -> dict[str, str]:
+def threads(number: int) -> dict[str, str]:
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(number))
 
 
-def _trainer_threads(host: HostFacts, device: Device) -> dict[str, str]:
+def trainer_threads(host: HostFacts, device: Device) -> dict[str, str]:
     """On CUDA a rank has its device's share of the cores."""
-    return _threads(max(1, host.cpus // len(host.cuda_devices))) if device == "cuda" and host.cuda_devices else {}
+    return threads(max(1, host.cpus // len(host.cuda_devices))) if device == "cuda" and host.cuda_devices else {}
 
 
-def _engine_environment(config: RunConfig, device: Device) -> dict[str, str]:
+def engine_environment(config: RunConfig, device: Device) -> dict[str, str]:
     deterministic = config.generator_settings().deterministic
     engine = generator_environment(
         device,
@@ -276,7 +248,7 @@ def plan(
             f'{devices or "none"}; placement.device = "cpu" needs none'
         )
     trainer = config.trainer
-    common = {**_threads(where.threads), **SUPERVISION_ENVIRONMENT, **(TCP_ONLY if where.rdma == "off" else {})}
+    common = {**threads(where.threads), **SUPERVISION_ENVIRONMENT, **(TCP_ONLY if where.rdma == "off" else {})}
     if device == "cuda":
         common["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers them
     generators = config.generator_names() if generators is None else generators
@@ -305,26 +277,24 @@ def plan(
             return
         chosen = [host for host in found for _ in range(len(positions) // len(found))]
         indices = tuple(room.take(host, computes=kind.computes) for host in chosen)
-        seen = [",".join(map(str, indices))] * len(indices) if kind is Kind.GENERATOR else list(map(str, indices))
-        env = tuple(
-            {
-                **common,
-                **(
-                    {
-                        name: prefix + (room.hosts[host].interface if len(found) > 1 else "lo")
-                        for name, prefix in _INTERFACE.items()
-                    }
-                    if kind.computes
-                    else {}
-                ),
-                **(_trainer_threads(room.hosts[host], device) if kind is Kind.TRAINER else {}),
-                **variables,
-                "CUDA_VISIBLE_DEVICES": "" if index is None else devices_seen,
-            }
-            for host, index, devices_seen in zip(chosen, indices, seen, strict=True)
-        )
+
+        def environment(host: str, device_index: int | None) -> dict[str, str]:
+            seen = indices if kind is Kind.GENERATOR else (device_index,)
+            env = {**common, "CUDA_VISIBLE_DEVICES": "" if device_index is None else ",".join(map(str, seen))}
+            if kind.computes:
+                interface = room.hosts[host].interface if len(found) > 1 else "lo"
+                env |= {name: prefix + interface for name, prefix in _INTERFACE.items()}
+            if kind is Kind.TRAINER:
+                env |= trainer_threads(room.hosts[host], device)
+            return env | variables
+
         meshes[name] = MeshPlan(
-            kind=kind, name=name, hosts=tuple(chosen), env=env, devices=indices, positions=tuple(positions)
+            kind=kind,
+            name=name,
+            hosts=tuple(chosen),
+            env=tuple(map(environment, chosen, indices)),
+            devices=indices,
+            positions=tuple(positions),
         )
 
     for relayed in room.hosts if len(hosts) > 1 or "relay0" in stay else ():  # generators go on asking it
@@ -337,7 +307,7 @@ def plan(
         ]
         find = partial(room.for_trainer, trainer.ranks, trainer.tensor_parallel)
         place(Kind.TRAINER, "trainer", find, positions, **config.trainer_settings().environment(device))
-    engine = _engine_environment(config, device)
+    engine = engine_environment(config, device)
     spares, ranks = config.generator_names()[config.generator.count :], config.generator.tensor_parallel
     for name in generators:
         positions = [f"{'spare, ' if name in spares else ''}tp {rank}/{ranks}" for rank in range(ranks)]
@@ -356,33 +326,6 @@ def plan(
                 f"name an address of {there}, or keep the rollout workers there (placement.rollouts {there})"
             )
     return Placement(device=device, meshes=tuple(meshes.values()))
-
-
-def fork_stages(config: RunConfig, host: HostFacts) -> Stage:
-    """From which fork server's stages the processes of a host come. Where there is one host, all of them begin at once:
-    each will be needed."""
-    device, now = resolve_device(config, host), not config.placement.several_hosts
-    engine = _engine_environment(config, device) if config.generator.engine == "vllm" else None
-    computing = (Kind.TRAINER, Kind.GENERATOR) if engine is not None else (Kind.TRAINER,)
-    trainer = Stage(
-        name="torchtitan",
-        kinds=(Kind.TRAINER,),
-        environment=_trainer_threads(host, device),
-        imports=_TRAINER_IMPORTS,
-        device=device,
-        now=now,
-    )
-    generator = Stage(
-        name="vLLM",
-        kinds=(Kind.GENERATOR,),
-        environment=engine,
-        imports=_ENGINE_IMPORTS[device],
-        now=now,
-    )
-    torch = Stage(name="torch", imports=_TORCH_IMPORTS, above=(trainer, generator)[: len(computing)], now=now)
-    others = tuple(kind for kind in Kind if kind not in computing)
-    light = Stage(name="light", kinds=others, imports=_LIGHT_IMPORTS, now=now)
-    return Stage(name="root", environment=_threads(config.placement.threads), above=(light, torch))
 
 
 def with_devices(host: HostFacts, config: RunConfig, *, serving: bool = False) -> HostFacts:

@@ -87,14 +87,8 @@ def prepare_controller() -> None:
 
 
 def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...], spans: bool = False) -> None:
-    """Begin the process's timeline, and import the user's modules under the names that pickles refer to.
-
-    Args:
-        mesh: name of the mesh; the rank comes from the environment.
-        log_directory: of the run; empty: there is no timeline.
-        imports: files or modules of the user, in order.
-        spans: whether there is a timeline, in `SPANS` beside the logs.
-    """
+    """Begin the process's timeline in `SPANS` beside the logs, if there are both, and import the user's modules in
+    order, under the names that pickles refer to."""
     if log_directory and spans:
         rank, host = int(os.environ.get("RANK", "0")), os.environ.get(HOST, "")
         timeline.begin(Path(log_directory).parent / SPANS, mesh, rank=rank, host=host)

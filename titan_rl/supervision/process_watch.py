@@ -62,7 +62,6 @@ class ProcessWatch:
 
     Args:
         directory: of the pipes; private to this process.
-        stage: the fork server's.
         log: file for what is printed while it imports; empty: the terminal.
         on_end: called with the spawn, the name of the ended process and its exit code (negative: a signal; None: not
             known).

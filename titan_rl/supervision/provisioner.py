@@ -60,8 +60,7 @@ def listen_for(where: PlacementConfig) -> tuple[str, int]:
     """Let Monarch listen for other hosts, on `placement.address` or the interface that leads to the first of them.
     Returns this address, empty if there will be none, and a port of it that is open as long as this process lives:
     nobody is let in. Call it before any other call of Monarch's. Raises ConfigError: see `transport`; or the first
-    one's name is not known, no network leads there, or the address is none of this host's.
-    """
+    one's name is not known, no network leads there, or the address is none of this host's."""
     if not where.several_hosts:
         return "", 0
     scheme, address = transport(where.untrusted()), where.address or address_towards(where.hosts[0])
@@ -187,17 +186,13 @@ class Provisioner:
         on_lost: Callable[[Host], None] = lambda host: None,
         check: Callable[[Host], Awaitable[None]] | None = None,
     ) -> None:
-        """Take hosts into the run: all of them, or none.
+        """Take hosts into the run: all of them, or none. Raises HostLost: one does not answer; ConfigError: one does
+        not fit to the others.
 
         Args:
             workers: ADDRESS:PORT of each, by the name that it gets.
-            silent_seconds: a host that answers nothing for so long is lost.
             on_lost: told of a host that is lost, before the loss of each of its meshes is reported.
             check: raises if a host that answers is not fit to be taken.
-
-        Raises:
-            HostLost: one does not answer.
-            ConfigError: one does not fit to the others.
         """
 
         def lost(host: Host) -> None:
@@ -258,7 +253,6 @@ class Provisioner:
             raise ValueError(f"mesh {plan.name} is already up")
         if gone := [host for host in dict.fromkeys(plan.hosts) if host not in self.hosts]:
             raise HostLost(f"{plan.name} was placed on {', '.join(gone)}, which is lost")
-        ranks = len(plan.env)
         spawn_id = f"{plan.name}-{next(_serial)}"
         parts: list[tuple[Host, ProcMesh, int]] = []
         mesh = self._meshes[plan.name] = SpawnedProcesses(plan.name, spawn_id, parts)
@@ -274,7 +268,6 @@ class Provisioner:
             )
             parts.append((host, processes, count))
             first += count
-        assert first == ranks
         return mesh
 
     async def started(self, name: str) -> str:
@@ -323,7 +316,7 @@ class Provisioner:
 def _command(plan: MeshPlan, spawn_id: str, host: Host, first: int, count: int, point: Any) -> BootstrapCommand:
     """What a process of the mesh runs: the one at `point` among the `count` on this host, the first of which has rank
     `first`."""
-    rank, ranks = first + int(point.rank), len(plan.env)
+    rank, ranks = first + int(point.rank), plan.ranks
     device, visible = plan.devices[rank], plan.env[rank].get("CUDA_VISIBLE_DEVICES", "")
     environment: dict[str, str | None] = {
         **dict.fromkeys(TORCHRUN_VARIABLES),  # None removes a variable

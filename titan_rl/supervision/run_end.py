@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
-from titan_rl.errors import RollbackNeeded, Stopped, TitanError
+from titan_rl.errors import ActorGone, RollbackNeeded, Stopped, TitanError
 
 T = TypeVar("T")
 
@@ -34,6 +34,8 @@ class RunEnd:
         self._first: asyncio.Future[TitanError] = self._loop.create_future()
         self.is_settled = False
         """Whether the result is fixed."""
+        self.beside: set[asyncio.Future[None]] = set()
+        """Tasks beside the work that `watch` runs, for whoever closes the run to cancel."""
         self.hurry = asyncio.Event()
         """Set by a stop signal that comes while the run is already ending."""
 
@@ -52,6 +54,23 @@ class RunEnd:
             self.hurry.set()
         else:
             _log.warning("after the run's end was decided: %s", fault)
+
+    def work(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work beside everything else. If it raises, the run ends: nobody else would ever hear of it."""
+
+        async def watched() -> None:
+            try:
+                await work
+            except ActorGone as error:  # the end of a mesh that was given up is reported by itself
+                _log.warning("%s", error)
+            except Exception as error:
+                unknown = TitanError(f"{type(error).__name__}: {error}")
+                self.end(error if isinstance(error, TitanError) else unknown)
+
+        task = asyncio.ensure_future(watched())
+        self.beside.add(task)
+        task.add_done_callback(self.beside.discard)
+        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began
 
     async def watch(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`. A fault cancels it and is raised instead. If `work` raises an error of its own too, that error

@@ -35,9 +35,10 @@ from titan_rl.loop.system import System
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.connection import bounded
 from titan_rl.rpc.mesh_client import until_still
+from titan_rl.supervision.fork_stages import fork_stages
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
 from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable
-from titan_rl.supervision.placement import Kind, fork_stages
+from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import TOO_LATE, Provisioner, listen_for
 from titan_rl.supervision.run_end import RunEnd, until_either
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
@@ -68,11 +69,7 @@ class Supervisor:
         on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
         say: Callable[[str], None] = lambda what: None,
     ) -> None:
-        """
-        Args:
-            serving: serve a checkpoint, without trainer and rollout workers.
-            imports, log_directory, run_end, on_mesh, say: see `start.Options`.
-        """
+        """`serving`: serve a checkpoint, without trainer and rollout workers. For the others see `start.Options`."""
         self.config, self.log_directory, where = config, log_directory, config.placement
         self.run_end = RunEnd() if run_end is None else run_end
         self.say, self._on_mesh = say, on_mesh
@@ -103,7 +100,6 @@ class Supervisor:
         self.kinds: dict[Kind, MeshKind] = {kind: make(self.table) for kind, make in KINDS.items()}
         self._changed = asyncio.Event()  # a mesh has another state, was born, or its processes are gone
         self._watching: dict[ManagedMesh, asyncio.Future[None]] = {}
-        self._working: set[asyncio.Future[None]] = set()
         self._loop = asyncio.get_running_loop()
         # The thread that reports a fault may be one of Monarch's, in whose context no process can be spawned.
         self._context = contextvars.copy_context()
@@ -153,19 +149,19 @@ class Supervisor:
         part did not start."""
         meshes = [self.meshes[name] for name in names]
         starts = [asyncio.ensure_future(self._set_up(mesh)) for mesh in meshes]
-        self._working.update(starts)  # where one fails, `close` ends the others
+        self.run_end.beside.update(starts)  # where one fails, `close` ends the others
         await asyncio.gather(*starts)
-        self._working.difference_update(starts)
+        self.run_end.beside.difference_update(starts)
         await self._introduce(*meshes)
 
     async def close(self) -> None:
         """Close everything: first the gateway, which takes calls, then the other meshes, then every process."""
         self.run_end.settle()
-        ending = [*self._watching.values(), *self._working]
+        ending = [*self._watching.values(), *self.run_end.beside]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        living = [mesh for mesh in self.meshes.values() if mesh.is_up or (mesh.is_starting and mesh.born)]
+        living = [mesh for mesh in self.meshes.values() if mesh.is_up or mesh.state is MeshState.BORN]
         await asyncio.gather(*(self._close(mesh) for mesh in living if mesh.kind is Kind.GATEWAY))
         await asyncio.gather(*(self._close(mesh) for mesh in living if mesh.kind is not Kind.GATEWAY))
         await self.provisioner.stop_all()
@@ -197,7 +193,9 @@ class Supervisor:
         kind = self.kinds[mesh.kind]
         self._on_mesh(mesh.name, kind.doing)
         await self._birth(mesh)
-        await self.until(lambda: not any(each.is_unborn for each in self.meshes.values() if each.kind in kind.calls))
+        await self.until(
+            lambda: MeshState.STARTING not in {each.state for each in self.meshes.values() if each.kind in kind.calls}
+        )
         pids = await mesh.client.setup(**kind.peers(mesh))
         self._require_starting(mesh)
         mesh.ready(pids, time.monotonic())
@@ -254,7 +252,7 @@ class Supervisor:
         if mesh.ends_start or self.run_end.is_settled:
             self.run_end.end(fault)
         elif was_up:
-            self.work(self._replace(mesh, fault))
+            self.run_end.work(self._replace(mesh, fault))
         # else a start of it is under way, which fails with this fault and is tried again there
 
     async def unless_lost(self, name: str, work: Coroutine[Any, Any, T]) -> T:
@@ -309,7 +307,7 @@ class Supervisor:
         self._on_mesh(mesh.name, "lost" if mesh.wanted else "")
         again = f"lost {mesh.name}: {fault}; done again: {kind.lost_with}"
         self.say(again if mesh.wanted else f"{mesh.name} leaves: {fault}")
-        self.work(kind.announce_loss(mesh, str(fault)))
+        self.run_end.work(kind.announce_loss(mesh, str(fault)))
         if await self.start(mesh):
             self.say(f"{mesh.name} is back after {time.monotonic() - lost:.1f} s")
 
@@ -383,7 +381,7 @@ class Supervisor:
         mesh.give_up()
         if may_go:
             self.say(f"{times} and is left out: {mesh.fault}")
-            self.work(self.kinds[mesh.kind].announce_end(mesh, str(mesh.fault)))
+            self.run_end.work(self.kinds[mesh.kind].announce_end(mesh, str(mesh.fault)))
         else:
             why = f"; placement.least_generators is {least}" if generator else ""
             self.run_end.end(MeshFailed(f"{times}: {mesh.fault}{why}", mesh.name))
@@ -393,20 +391,3 @@ class Supervisor:
         """End meshes by command. They start elsewhere, unless they are not wanted any more."""
         for name in names:
             self._note(MeshLeaves(reason, name))
-
-    def work(self, work: Coroutine[Any, Any, None]) -> None:
-        """Work beside everything else. If it raises, the run ends: nobody else would ever hear of it."""
-
-        async def watched() -> None:
-            try:
-                await work
-            except ActorGone as error:  # the end of a mesh that was given up is reported by itself
-                _log.warning("%s", error)
-            except Exception as error:
-                unknown = TitanError(f"{type(error).__name__}: {error}")
-                self.run_end.end(error if isinstance(error, TitanError) else unknown)
-
-        task = asyncio.ensure_future(watched())
-        self._working.add(task)
-        task.add_done_callback(self._working.discard)
-        task.add_done_callback(lambda _: work.close())  # it may have been cancelled before it began

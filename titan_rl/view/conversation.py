@@ -72,9 +72,8 @@ def draw_end(record: RolloutRecord) -> Text:
     wanted = f"  wanted: {one_line(record.wanted, LONGEST_WANTED)}" if record.wanted else ""
     stopped = f"stopped: {record.stop_reason}"
     if record.error:
-        return Text.assemble(
-            ("error".ljust(_WIDTH), "bold red"), _lines(record.error), (f"\n{' ' * _WIDTH}{stopped}; not graded", "dim")
-        )
+        end = f"\n{' ' * _WIDTH}failed: {record.failure}; {stopped}; not graded"
+        return Text.assemble(("error".ljust(_WIDTH), "bold red"), _lines(record.error), (end, "dim"))
     parts = ", ".join(f"{name} {value:g}" for name, value in record.reward_parts.items())
     return Text.assemble(
         ("reward".ljust(_WIDTH), "bold"),

@@ -14,12 +14,10 @@ jumps.
 from __future__ import annotations
 
 import logging
-import re
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -29,8 +27,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from titan_rl.metrics.rollout_record import Failed
 from titan_rl.metrics.timeline import Span
 from titan_rl.one_line import counted, one_line
+from titan_rl.types import FailureKind
 
 READY = "ready"
 LOST = "lost"
@@ -47,7 +47,6 @@ MOST_CAUSES = 2
 PACE_STEPS = 50
 """Newest steps by which the time that is left is estimated."""
 
-_PROMPT = re.compile(r"prompt \d+")
 _OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
 """Spans of the trainer's work."""
 _FIRST = ("reward", "held-out", "staleness", "tokens/s")
@@ -97,8 +96,7 @@ class RunDisplay:
         self._warnings: deque[tuple[float, str]] = deque(maxlen=WARNINGS)
         self._spans: dict[Span, None] = {}
         self._groups = self._groups_failed = 0  # since failures were last printed
-        self._errors: dict[str, tuple[str, int]] = {}  # an example and a count of each cause
-        self._late: dict[str, tuple[str, int]] = {}
+        self._failures: Counter[Failed] = Counter()  # since then
         self._last_line = float("-inf")
         self._panel = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
 
@@ -138,20 +136,15 @@ class RunDisplay:
     def on_end(self, span: Span) -> None:
         del self._spans[span]
 
-    def add_group(self, errors: Sequence[str], late: Sequence[str] = ()) -> None:
+    def add_group(self, failures: Sequence[Failed]) -> None:
         """Count a group that was played, and its rollouts that failed. They are printed with the next step's line, or
-        after `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step. `late`: errors of those that
-        ran out of time. They are printed last, because they may have waited for others."""
+        after `FAILURE_LINE_SECONDS` without one: if all rollouts fail there is no step."""
         self._groups += 1
-        self._groups_failed += bool(errors or late)
-        for causes, those in ((self._errors, errors), (self._late, late)):
-            for error in those:
-                known = _PROMPT.sub("", error)  # the same error of other prompts
-                example, count = causes.get(known, (error, 0))
-                causes[known] = example, count + 1
-        if self._clock() - self._last_line >= FAILURE_LINE_SECONDS and (failures := self._take_failures()):
+        self._groups_failed += bool(failures)
+        self._failures.update(failures)
+        if self._clock() - self._last_line >= FAILURE_LINE_SECONDS and (told := self._take_failures()):
             self._last_line = self._clock()
-            self.print_line(failures, logging.WARNING)
+            self.print_line(told, logging.WARNING)
 
     def step(
         self,
@@ -189,15 +182,15 @@ class RunDisplay:
             self.print_line(f"  {transcript}")
 
     def _take_failures(self) -> str:
-        """Failures since the last call; empty if there were none."""
-        most, late = (sorted(causes.values(), key=itemgetter(1), reverse=True) for causes in (self._errors, self._late))
-        causes = most + late
-        named = [f"{count} × {one_line(example, LONGEST_CAUSE)}" for example, count in causes[:MOST_CAUSES]]
+        """Failures since the last call; empty if there were none. Time-outs are named last: they may have waited for
+        others."""
+        causes = sorted(self._failures.items(), key=lambda each: (each[0][0] is FailureKind.TIMEOUT, -each[1]))
+        named = [f"{count} × {kind}: {one_line(cause, LONGEST_CAUSE)}" for (kind, cause), count in causes[:MOST_CAUSES]]
         more = [f"{sum(count for _, count in rest)} of other causes"] if (rest := causes[MOST_CAUSES:]) else []
-        failed = sum(count for _, count in causes)
+        failed = self._failures.total()
         groups = f"in {self._groups_failed} of the {self._groups} groups played"
         self._groups = self._groups_failed = 0
-        self._errors, self._late = {}, {}
+        self._failures.clear()
         return f"failed rollouts: {failed}, {groups}: {'; '.join(named + more)}" if failed else ""
 
     # --- the panel ---------------------------------------------------------------------------------------------------
@@ -219,7 +212,8 @@ class RunDisplay:
         width = max(map(len, ("last step", *meshes)))
         parts.append(Padding(self._table(meshes, now, width), (1, 0, 0, 0) if self._training else 0))
         if self._phases:
-            timing = ", ".join(f"{name} {_seconds(value)}" for name, value in self._phases.items())
+            spent = self._phases.items()
+            timing = ", ".join(f"{name} {1000 * s:.0f} ms" if s < 1 else f"{name} {s:.1f} s" for name, s in spent)
             parts.append(Text(f"{'last step':<{width}}  {timing}", style="dim", overflow="ellipsis", no_wrap=True))
         for at, text in self._warnings.copy():
             line = f"{_minutes(now - at)} ago  {text}"
@@ -308,10 +302,6 @@ def curve(values: Sequence[float], width: int = _CURVE) -> str:
 def _meter(share: float, width: int) -> Text:
     full = round(min(1.0, max(0.0, share)) * width)
     return Text.assemble(("█" * full, "cyan"), ("░" * (width - full), "dim"), f" {share:4.0%}")
-
-
-def _seconds(value: float) -> str:
-    return f"{1000 * value:.0f} ms" if value < 1 else f"{value:.1f} s"
 
 
 def _minutes(seconds: float) -> str:

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from titan_rl.metrics.metric_table import metric_of
+from titan_rl.types import FailureKind
 from titan_rl.view.learning import (
     FEWEST_STEPS,
     LEARNING,
@@ -115,11 +116,12 @@ def _failed(run: Run) -> Iterator[Finding]:
     groups = run.config.get("loop.groups_per_step", 0) * steps + sum(run.values("groups/failed")[-1:])
     share = sum(run.values(name)) / (samples * groups) if steps and samples * groups else 0.0
     if share > limit(name):
-        causes = Counter(rollout.error.partition("\n")[0][:200] for rollout in run.rollouts if rollout.error)
-        often = causes.most_common(MOST_NAMED)
+        kinds = {f"{name}_{kind}": sum(run.values(f"{name}_{kind}")) for kind in FailureKind}
+        often = Counter(rollout.failed for rollout in run.rollouts if rollout.failed).most_common(MOST_NAMED)
         text = f"{share:.0%} of the rollouts failed and were not trained.{' Of the recorded ones:' * bool(often)}"
-        counts = tuple((count, cause) for cause, count in often)
-        yield dataclasses.replace(finding(Kind.WARNING, name, "Rollouts fail", text), counts=counts)
+        counts = tuple((count, f"{kind}: {cause[:200]}") for (kind, cause), count in often)
+        see = max(kinds, key=lambda each: kinds[each]) if any(kinds.values()) else name
+        yield dataclasses.replace(finding(Kind.WARNING, see, "Rollouts fail", text), counts=counts)
 
 
 def _gradient(run: Run) -> Iterator[Finding]:

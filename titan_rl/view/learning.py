@@ -66,32 +66,24 @@ class Finding:
         return " ".join(filter(None, (f"{self.title}.", self.text, f"{seen}." * bool(seen), self.do)))
 
 
-def thirds(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]] | None:
-    """The first and the last third; None where they say nothing."""
+def change_of(values: Sequence[float]) -> tuple[float, float, bool] | None:
+    """Mean of the first and the last third, and whether they differ by more than chance; None of too few steps."""
     if len(values) < FEWEST_STEPS:
         return None
-    size = len(values) // 3
-    return values[:size], values[-size:]
-
-
-def change_of(values: Sequence[float]) -> tuple[float, float, bool] | None:
-    """Mean of the first and the last third, and whether they differ by more than chance."""
-    if (parts := thirds(values)) is None:
-        return None
-    first, last = parts
-    error = math.hypot(*(stdev(each) / math.sqrt(len(each)) for each in parts))
+    first, last = values[: len(values) // 3], values[-(len(values) // 3) :]
+    error = math.hypot(*(stdev(each) / math.sqrt(len(each)) for each in (first, last)))
     before, after = fmean(first), fmean(last)
     return before, after, abs(after - before) > SURE * error
 
 
 def late(run: Run, name: str) -> float | None:
     """Mean over the last third of the steps."""
-    parts = thirds(run.values(name))
-    return None if parts is None else fmean(parts[1])
+    change = change_of(run.values(name))
+    return None if change is None else change[1]
 
 
 def _largest_reward(run: Run, default: float = 1.0) -> float:
-    return max((rollout.reward for rollout in run.rollouts), default=default)
+    return max((rollout.reward for rollout in run.rollouts if not rollout.error), default=default)
 
 
 def limit(name: str) -> float:
@@ -187,13 +179,8 @@ def _learning_rate(run: Run) -> Iterator[Finding]:
     moved = [change for change in (entropy, rewards) if change and change[2]]
     if run.config.get("loop.max_staleness") and kl and kl[1] < NO_KL and entropy and rewards and not moved:
         text = f"Neither entropy nor reward moved, and steps change the policy by {kl[1]:.1e} nats."
-        yield finding(
-            Kind.PROBLEM,
-            "train/kl_k3",
-            "The learning rate is too low",
-            text,
-            f"Set --trainer.optimizer.lr {lr * 10:g}.",
-        )
+        do = f"Set --trainer.optimizer.lr {lr * 10:g}."
+        yield finding(Kind.PROBLEM, "train/kl_k3", "The learning rate is too low", text, do)
 
 
 def _late_rollouts(run: Run) -> list[ListedRollout]:

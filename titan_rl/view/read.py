@@ -19,7 +19,7 @@ import tomli
 
 from titan_rl.directories import CONFIG, METRICS, SUMMARY
 from titan_rl.metrics.json_lines import json_lines, json_object
-from titan_rl.metrics.rollout_record import ROLLOUTS, BranchRecord, RolloutRecord, read_record
+from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_record
 from titan_rl.overrides import flat
 from titan_rl.view.timelines import Timeline, read_timelines
 
@@ -82,9 +82,12 @@ class Run:
 def read_run(directory: Path, *, brief: bool = False) -> Run:
     """Read everything but the tokens of the rollouts; brief: in a moment, with fewer rollouts and no timelines."""
     rollouts, recorded = _read_rollouts(directory / ROLLOUTS, MOST_ROLLOUTS_BYTES >> (8 * brief))
+    config: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        config = tomli.loads((directory / CONFIG).read_text(encoding="utf-8"))
     return Run(
         directory=directory,
-        config=dict(flat(_read_config(directory / CONFIG))),
+        config=dict(flat(config)),
         summary=json_object(directory / SUMMARY),
         series=_read_series(directory / METRICS),
         timelines=[] if brief else read_timelines(directory),
@@ -101,7 +104,8 @@ def read_listed(line: Mapping[str, Any], offset: int) -> ListedRollout:
     for branch in record.branches:
         if len({len(each) for name in PER_TOKEN if (each := getattr(branch, name)) is not None}) != 1:
             raise ValueError(f"the lists of a branch differ in length: group {record.group}")
-    gaps = [gap for branch in record.branches for gap in logprob_gaps(branch) if gap is not None]
+    pairs = (zip(each.logprobs or (), each.trainer_logprobs or (), strict=False) for each in record.branches)
+    gaps = [abs(b - a) for branch in pairs for a, b in branch if a is not None and b is not None]
     messages = record.messages
     answers = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     asked = (answers[0] if answers else len(messages)) - 1
@@ -113,14 +117,8 @@ def read_listed(line: Mapping[str, Any], offset: int) -> ListedRollout:
         offset=offset,
         prompt=str(messages[asked].get("content") or "") if asked >= 0 else "",
         answer=str(messages[answers[-1]].get("content") or "") if answers else "",
-        gap=max(map(abs, gaps)) if gaps else None,
+        gap=max(gaps, default=None),
     )
-
-
-def logprob_gaps(branch: BranchRecord) -> list[float | None]:
-    """Trainer's minus generator's logprob of every token that has both."""
-    pairs = zip(branch.logprobs or (), branch.trainer_logprobs or (), strict=False)
-    return [None if a is None or b is None else b - a for a, b in pairs]
 
 
 def rollout_at(file: BinaryIO, rollout: ListedRollout) -> RolloutRecord:
@@ -148,9 +146,3 @@ def _read_series(path: Path) -> dict[str, Series]:
             if value is None or isinstance(value, (int, float)):
                 series.setdefault(name, {})[step] = None if value is None or abs(value) == math.inf else value
     return {name: dict(sorted(values.items())) for name, values in series.items()}
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        return tomli.loads(path.read_text(encoding="utf-8"))
-    return {}

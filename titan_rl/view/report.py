@@ -22,8 +22,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.resources import files
-from itertools import groupby
-from operator import itemgetter
+from itertools import groupby, zip_longest
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ from titan_rl.one_line import one_line
 from titan_rl.overrides import Command, Verb
 from titan_rl.view.findings import compare, findings
 from titan_rl.view.read import ListedRollout, Run, read_run, rollout_at
-from titan_rl.view.timelines import Timeline
 
 REPORT = "report.html"
 AGAIN_SECONDS = 15
@@ -120,7 +119,7 @@ def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
         "seconds": [_curve(run.seconds) for run in runs],
         "ages": [_ages(run) for run in runs],
         "lengths": _lengths(runs),
-        "timelines": [[_window(timeline) for timeline in run.timelines] for run in runs],
+        "timelines": [[asdict(each) for each in run.timelines] for run in runs],
         "settings": _settings(runs),
         "rollouts": {"shown": shown, "recorded": sum(run.recorded for run in runs)},
     }
@@ -182,27 +181,6 @@ def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
     return {"width": width, "shares": shares, "rollouts": [len(each) for each in lengths]}
 
 
-def _window(timeline: Timeline) -> dict[str, Any]:
-    lanes = [
-        {
-            "mesh": lane.mesh,
-            "ranks": lane.ranks,
-            "idle": _short(lane.account.idle if lane.account else None),
-            "kinds": [
-                {
-                    "name": name,
-                    "waits_for": waits_for,
-                    "share": _short(sum(shares) / len(shares)),
-                    "shares": [round(share, 3) for share in shares],
-                }
-                for (name, waits_for), shares in lane.shares.items()
-            ],
-        }
-        for lane in timeline.lanes
-    ]
-    return {"window": timeline.window, "start": timeline.start, "seconds": timeline.seconds, "lanes": lanes}
-
-
 def _settings(runs: Sequence[Run]) -> list[list[Any]]:
     """Every setting with its value in each run; None: the run has no such setting."""
 
@@ -245,12 +223,9 @@ def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[ListedRollout], st
 
 def _round_robin(rollouts: Sequence[ListedRollout]) -> list[ListedRollout]:
     """The first of every step, then the second of every step, …; training and evaluation apart."""
-    before: Counter[tuple[bool, int]] = Counter()
-    ranked = []
-    for each in sorted(rollouts, key=lambda each: (each.evaluated, each.step)):
-        ranked.append((before[each.evaluated, each.step], each))
-        before[each.evaluated, each.step] += 1
-    return [each for _, each in sorted(ranked, key=itemgetter(0))]
+    key = attrgetter("evaluated", "step")
+    steps = [[*those] for _, those in groupby(sorted(rollouts, key=key), key)]
+    return [each for those in zip_longest(*steps) for each in those if each is not None]
 
 
 def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
@@ -258,8 +233,10 @@ def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, 
         **{name: getattr(rollout, name) for name in ("step", "group", "attempt", "sample")},
         "stop": rollout.stop_reason,
         "tokens": rollout.sampled_tokens,
-        **{name: one_line(getattr(rollout, name), PREVIEW) for name in ("error", "prompt", "answer", "wanted")},
-        **{name: _short(getattr(rollout, name)) for name in ("reward", "advantage", "gap")},
+        **{name: one_line(getattr(rollout, name), PREVIEW) for name in ("prompt", "answer", "wanted")},
+        "error": one_line(f"{rollout.failure}: {rollout.error}", PREVIEW) if rollout.error else "",
+        **{name: _short(getattr(rollout, name)) for name in ("advantage", "gap")},
+        "reward": None if rollout.error else _short(rollout.reward),
         "evaluated": int(rollout.evaluated),
         "kept": " ".join(rollout.kept),
         "run": run,
@@ -357,9 +334,6 @@ def _packed(text: str) -> str:
     """JSON as data inside HTML, whose letters can neither end a script element nor begin one, whatever a policy wrote.
     The inverse is `unpack` in page/base.js."""
     return base64.b64encode(gzip.compress(text.encode("utf-8", "replace"), compresslevel=6, mtime=0)).decode("ascii")
-
-
-# --- the verb --------------------------------------------------------------------------------------------------------
 
 
 def _act(command: Command, prog: str) -> int:

@@ -13,7 +13,8 @@ import contextlib
 import gzip
 import json
 import logging
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,6 +66,11 @@ class RecordedSpan(NamedTuple):
     @property
     def ended(self) -> float:
         return self.began + self.seconds
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """The name of the work and "", or "" and for whom it waits."""
+        return ("", self.waits_for) if self.waits_for else (self.name, "")
 
 
 @dataclass(slots=True)
@@ -152,16 +158,25 @@ class Account:
         return sum(self.waits.values())
 
 
-Kind = tuple[str, str]
-"""Name of the work and "", or "" and for whom it waits."""
+@dataclass(frozen=True, slots=True)
+class LaneKind:
+    """One kind of work of a lane, or one kind of wait."""
+
+    name: str
+    """Of the work; empty: it is a wait."""
+    waits_for: str
+    share: float
+    """Of the whole window."""
+    shares: list[float]
+    """[BINS]"""
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
     mesh: str
     ranks: int
-    shares: dict[Kind, list[float]] = field(default_factory=dict)
-    """[BINS] each."""
+    kinds: list[LaneKind] = field(default_factory=list)
+    """Work first, the longest of each first."""
     account: Account | None = None
     """How it spent the steps; None: there are none."""
 
@@ -190,62 +205,63 @@ def idle_accounts(processes: Sequence[Process]) -> list[Account]:
 
 def accounts(processes: Sequence[Process], *windows: tuple[float, float]) -> list[Account]:
     """How every mesh spent some windows of time, from one moment to another each, that do not overlap."""
+    edges = [moment for window in sorted(windows) for moment in window]
+    whole = max(sum(last - first for first, last in windows), 1e-9)
+    found = []
+    for mesh, (ranks, spent) in _spent(processes, edges, resolve=True).items():
+        shares = [(waits_for, float(seconds[::2].sum()) / whole) for (_, waits_for), seconds in spent.items()]
+        waits = {label: share for label, share in sorted(shares, key=lambda each: -each[1]) if label and share > 0}
+        found.append(Account(mesh, ranks, sum(share for label, share in shares if not label), waits))
+    return sorted(found, key=lambda each: (ORDER.index(each.kind) if each.kind in ORDER else len(ORDER), each.mesh))
+
+
+Spent = dict[tuple[str, str], np.ndarray]
+"""By `RecordedSpan.kind`, [len(edges) - 1] seconds between every two edges."""
+
+
+def _spent(
+    processes: Sequence[Process], edges: Sequence[float] | np.ndarray, *, resolve: bool = False
+) -> dict[str, tuple[int, Spent]]:
+    """By mesh: its ranks, and how they spent the time, on average. `resolve`: where one waits for others that all wait,
+    it waits for what the first of them waits for."""
     ranks: dict[tuple[str, int], list[RecordedSpan]] = {}
     for process in processes:
         ranks.setdefault((process.mesh, process.rank), []).extend(process.main)
-    labels = ["", GONE, *sorted({span.waits_for for spans in ranks.values() for span in spans if span.waits_for})]
-    codes = {label: code for code, label in enumerate(labels)}
-    grids = [_grid(ranks.values(), *window) for window in windows]
-    middles = np.concatenate([(grid[:-1] + grid[1:]) / 2 for grid in grids])
-    seconds = np.concatenate([np.diff(grid) for grid in grids])
-    states = {
-        rank: _states(sorted(spans, key=lambda span: span.began), middles, codes) for rank, spans in ranks.items()
-    }
-
-    for (mesh, rank), mine in states.items():
-        if rank and RANK_0 in codes and (mesh, 0) in states:
-            _resolve(mine, codes[RANK_0], [states[mesh, 0]])
-    players = [state for (mesh, _), state in sorted(states.items()) if mesh.startswith("rollout")]
-    if ROLLOUTS in codes and players:
-        for (mesh, _), mine in states.items():
-            if not mesh.startswith("rollout"):
-                _resolve(mine, codes[ROLLOUTS], players)
-
+    kinds = dict.fromkeys([("", GONE), *(span.kind for spans in ranks.values() for span in spans)])
+    codes = {kind: code for code, kind in enumerate(kinds)}
+    moments = [moment for spans in ranks.values() for span in spans for moment in (span.began, span.ended)]
+    grid = np.union1d(edges, np.clip(np.array(moments), edges[0], edges[-1]))  # between two, no state changes
+    if len(grid) > MOST_CELLS:
+        grid = np.union1d(edges, np.linspace(edges[0], edges[-1], MOST_CELLS))
+    middles = (grid[:-1] + grid[1:]) / 2
+    states = {rank: _states(spans, middles, codes) for rank, spans in ranks.items()}
+    if resolve:
+        waits = np.array([bool(waits_for) for _, waits_for in kinds])
+        players = [state for (mesh, _), state in sorted(states.items()) if mesh.startswith("rollout")]
+        for (mesh, rank), mine in states.items():
+            if rank and (mesh, 0) in states:
+                _resolve(mine, codes.get(("", RANK_0), -1), [states[mesh, 0]], waits)
+            if players and not mesh.startswith("rollout"):
+                _resolve(mine, codes.get(("", ROLLOUTS), -1), players, waits)
     found: dict[str, list[np.ndarray]] = {}
+    bins = np.searchsorted(edges, middles, side="right") - 1
+    shape = len(kinds), len(edges) - 1
     for (mesh, _), state in states.items():
-        found.setdefault(mesh, []).append(np.bincount(state, weights=seconds, minlength=len(labels)))
-    meshes = []
-    for mesh, each in found.items():
-        shares = np.mean(each, axis=0) / max(seconds.sum(), 1e-9)
-        waits = {label: float(share) for label, share in zip(labels[1:], shares[1:], strict=True) if share > 0}
-        by_length = dict(sorted(waits.items(), key=lambda item: -item[1]))
-        meshes.append(Account(mesh, len(each), float(shares[0]), by_length))
-    return sorted(meshes, key=lambda each: (ORDER.index(each.kind) if each.kind in ORDER else len(ORDER), each.mesh))
+        seconds = np.bincount(state * shape[1] + bins, weights=np.diff(grid), minlength=math.prod(shape))
+        found.setdefault(mesh, []).append(seconds.reshape(shape))
+    return {mesh: (len(each), dict(zip(kinds, np.mean(each, axis=0), strict=True))) for mesh, each in found.items()}
 
 
-def _grid(ranks: Collection[Sequence[RecordedSpan]], first: float, last: float) -> np.ndarray:
-    """[K + 1] times between which no state changes, the window's edges first and last."""
-    moments = [moment for spans in ranks for span in spans for moment in (span.began, span.ended)]
-    inside = np.unique(np.clip(np.array([first, last, *moments]), first, last))
-    return inside if len(inside) <= MOST_CELLS else np.linspace(first, last, MOST_CELLS + 1)
+def _states(spans: Sequence[RecordedSpan], middles: np.ndarray, codes: dict[tuple[str, str], int]) -> np.ndarray:
+    """[K] int64, the code of what one rank does in each cell."""
+    spans = sorted(spans, key=lambda span: span.began) or [RecordedSpan("", MAIN, math.inf, 0.0, GONE)]
+    ended, code = np.array([span.ended for span in spans]), np.array([codes[span.kind] for span in spans])
+    at = np.searchsorted([span.began for span in spans], middles, side="right") - 1
+    return np.where((at >= 0) & (middles <= ended[at] + _ROUNDING), code[at], codes["", GONE])
 
 
-def _states(spans: Sequence[RecordedSpan], middles: np.ndarray, codes: dict[str, int]) -> np.ndarray:
-    """[K] int64, the code of what one rank does in each cell; 0 is work."""
-    if not spans:
-        return np.full(len(middles), codes[GONE])
-    began = np.array([span.began for span in spans])
-    ended = np.array([span.ended for span in spans])
-    code = np.array([codes[span.waits_for] for span in spans])
-    at = np.searchsorted(began, middles, side="right") - 1
-    inside = (at >= 0) & (middles <= ended[at] + _ROUNDING)
-    return np.where(inside, code[at], codes[GONE])
-
-
-def _resolve(mine: np.ndarray, label: int, others: Sequence[np.ndarray]) -> None:
-    """Where one waits for others that all wait, it waits for what the first of them waits for."""
-    all_wait = np.all([other > 0 for other in others], axis=0)
-    at = (mine == label) & all_wait
+def _resolve(mine: np.ndarray, label: int, others: Sequence[np.ndarray], waits: np.ndarray) -> None:
+    at = (mine == label) & np.all([waits[other] for other in others], axis=0)
     mine[at] = others[0][at]
 
 
@@ -259,34 +275,20 @@ def read_timelines(run: Path) -> list[Timeline]:
         return []
     born, end = min(process.began for process in processes), max(process.ended for process in processes)
     windows = [(WHOLE, born, end)]
-    accounts: list[Account] = []
     if steps := steps_of(processes):
-        accounts = idle_accounts(processes)
         windows.insert(0, (STEPS, steps[0].began, max(step.ended for step in steps)))
-    of = {account.mesh: account for account in accounts}
-    names = dict.fromkeys((*of, *sorted(process.mesh for process in processes)))
-    meshes = {name: [process for process in processes if process.mesh == name] for name in names}
+    of = {account.mesh: account for account in idle_accounts(processes)}
+    meshes = dict.fromkeys((*of, *sorted(process.mesh for process in processes)))
     timelines = []
     for window, first, last in windows:
-        edges = np.linspace(first, max(last, first + 1e-9), BINS + 1)
-        lanes = [_lane(mesh, some, edges, of.get(mesh)) for mesh, some in meshes.items()]
+        spent = _spent(processes, np.linspace(first, max(last, first + 1e-9), BINS + 1))
+        lanes = [_lane(mesh, *spent[mesh], of.get(mesh), max(last - first, 1e-9)) for mesh in meshes]
         timelines.append(Timeline(window, first - born, last - first, lanes))
     return timelines
 
 
-def _lane(mesh: str, processes: Sequence[Process], edges: np.ndarray, account: Account | None) -> Lane:
-    ranks = len({process.rank for process in processes})
-    pieces: dict[Kind, list[tuple[float, float]]] = {}
-    shares: dict[Kind, np.ndarray] = {}
-    for process in processes:
-        pieces.clear()
-        for span in process.main:
-            kind = ("", span.waits_for) if span.waits_for else (span.name, "")
-            pieces.setdefault(kind, []).append((span.began, span.ended))
-        for kind, spans in pieces.items():
-            moments = np.maximum.accumulate(np.array(spans).ravel())  # [2n] began, ended, began, ended, …
-            done = np.repeat(np.cumsum([0.0, *np.diff(moments)[::2]]), 2)[1:-1]  # [2n] seconds at those moments
-            bins = np.diff(np.interp(edges, moments, done)) / (np.diff(edges) * ranks)
-            shares[kind] = shares.get(kind, 0.0) + bins
-    longest = sorted(shares, key=lambda kind: (bool(kind[1]), -shares[kind].sum()))
-    return Lane(mesh, ranks, {kind: shares[kind].tolist() for kind in longest if shares[kind].any()}, account)
+def _lane(mesh: str, ranks: int, spent: Spent, account: Account | None, seconds: float) -> Lane:
+    found = [(kind, each / seconds) for kind, each in spent.items() if kind != ("", GONE) and each.any()]
+    longest = sorted(found, key=lambda each: (bool(each[0][1]), -each[1].sum()))
+    kinds = [LaneKind(*kind, float(each.sum()), np.round(each * BINS, 3).tolist()) for kind, each in longest]
+    return Lane(mesh, ranks, kinds, account)

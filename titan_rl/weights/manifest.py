@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 
 if TYPE_CHECKING:
@@ -115,6 +114,9 @@ class Publication:
     serial: int = 0
     """Of two publications at one location, the one with the larger number was made later."""
 
+    def __str__(self) -> str:
+        return f"{self.channel} {self.version}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullReport:
@@ -142,14 +144,3 @@ class FleetPull:
     """By generator that serves the version."""
     failures: dict[str, str]
     """By generator that serves no version: why."""
-
-    def require_served(self) -> FleetPull:
-        """Return this pull if any generator serves the version.
-
-        Raises:
-            WeightsError: none does; names every generator and the reason.
-        """
-        if not self.reports:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.failures.items())
-            raise WeightsError(f"{self.version} is served by nobody: {reasons}")
-        return self

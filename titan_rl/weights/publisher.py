@@ -63,14 +63,10 @@ class SharedMemoryPublisher:
 
     Args:
         channel: names the policy among those that are published; a plain word.
-        rank: of this process in `group`.
-        group: the trainer's ranks; its backend must take CPU tensors. None: one rank.
+        rank: of this process in `group`, which is as in `Ranks`.
         max_live: publications that may exist at once; room for that many is kept.
         hosts: of every rank, by rank, where there are several; the first rank of a host makes and removes its files.
         directory: of the files, on every host.
-
-    Raises:
-        ConfigError: a channel that is no plain word.
     """
 
     def __init__(
@@ -94,7 +90,6 @@ class SharedMemoryPublisher:
         self._live: dict[PolicyVersion, int] = {}  # version -> slot
         self._layout: Manifest | None = None  # where everything lies; fingerprints are 0
         self._layout_of: object = None
-        self._closed = False
 
     def publish(
         self,
@@ -107,7 +102,6 @@ class SharedMemoryPublisher:
         """Store this rank's shards in a free slot, cast to `dtype`. Collective.
 
         Args:
-            version: of these weights; not live yet.
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
             aliases: `(name, name of a shard)` of tensors that share another's bytes.
@@ -125,7 +119,9 @@ class SharedMemoryPublisher:
                 raise WeightsError(f"{dtype} is not served; served are {', '.join(map(str, BITS))}")
             return slot, mine, _shapes_of(mine)
 
-        slot, mine, shapes = self._ranks.together(what, prepare, equal=lambda result: (version, result[0]))
+        slot, mine, shapes = self._ranks.together(what, prepare)
+        if len({*(everyones := self._ranks.gather((version, slot)))}) > 1:
+            raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {everyones}")
         layout = self._agreed_layout(what, shapes, dtype, tuple(aliases))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
         segment = self._open(what, slot, layout)
@@ -152,8 +148,7 @@ class SharedMemoryPublisher:
         del self._live[version]
 
     def close(self) -> None:
-        """Remove the files; nothing can be published any more. Mappings of readers stay valid."""
-        self._closed = True
+        """Remove the files. Nothing may be published after that. Mappings of readers stay valid."""
         self._live.clear()
         self._mapped.clear()
         if self._is_first:
@@ -171,8 +166,6 @@ class SharedMemoryPublisher:
         return mapped
 
     def _free_slot(self, version: PolicyVersion) -> int:
-        if self._closed:
-            raise WeightsError("the publisher is closed")
         if version in self._live:
             raise WeightsError("this version is published already")
         used = set(self._live.values())

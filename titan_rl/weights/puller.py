@@ -31,11 +31,8 @@ _NAMED = 6
 
 
 class SharedMemoryReader:
-    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread.
-
-    Args:
-        page_lock: see `map_tensor`.
-    """
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread. `page_lock`: see
+    `map_tensor`."""
 
     def __init__(self, *, page_lock: bool = True) -> None:
         self._page_lock = page_lock
@@ -59,11 +56,10 @@ class SharedMemoryReader:
                 self._mapped = {name: kept for name, kept in self._mapped.items() if name.exists()}
                 content, identity = self._mapped[path] = map_tensor(path, page_lock=self._page_lock)
         except FileNotFoundError as error:
-            raise WeightsError(f"{publication.channel} {publication.version} is gone: there is no {path}") from error
+            raise WeightsError(f"{publication} is gone: there is no {path}") from error
         if content.numel() < publication.manifest.nbytes:
             raise WeightsError(
-                f"{publication.channel} {publication.version}: {path} holds {content.numel()} bytes, "
-                f"its manifest says {publication.manifest.nbytes}"
+                f"{publication}: {path} holds {content.numel()} bytes, its manifest says {publication.manifest.nbytes}"
             )
         return content
 
@@ -76,7 +72,7 @@ def save_publication(publication: Publication, directory: Path) -> None:
     expected = _expected(publication.manifest)
     for name, tensor in tensors.items():
         if shard_fingerprint(tensor, tensor.shape, (0,) * tensor.ndim) != expected[name].fingerprint:
-            raise WeightsError(f"{publication.channel} {publication.version}: {name} is not what was published")
+            raise WeightsError(f"{publication}: {name} is not what was published")
     try:
         directory.mkdir(parents=True)
         save_file(tensors, file)
@@ -85,25 +81,17 @@ def save_publication(publication: Publication, directory: Path) -> None:
 
 
 def verify(publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:
-    """Compare what the engine serves with the manifest. Collective over `group`.
+    """Compare what the engine serves with the manifest. Collective over `group`, as in `Ranks`. Returns the combined
+    fingerprint of the version: the same for every generator that serves it. Raises WeightsError on every rank, naming
+    the version and the tensors: missing, extra, of another dtype or shape, or not what was published.
 
-    Args:
-        publication: what was loaded.
-        served: this rank's views of the weights that its engine computes with, aliases under their own names.
-            They are summed over the ranks. A tensor of which ranks hold replicas, each element as often as the others,
-            must sum to as many times its fingerprint.
-        group: the engine's ranks, with a backend that takes CPU tensors. None: one rank.
-
-    Returns:
-        The combined fingerprint of the version, unsigned 64-bit: the same for every generator that serves it.
-
-    Raises:
-        WeightsError: on every rank, naming the version and the tensors: missing, extra, of another dtype or shape,
-            or not what was published.
+    `served`: this rank's views of the weights that its engine computes with, aliases under their own names. They are
+    summed over the ranks. A tensor of which ranks hold replicas, each element as often as the others, must sum to as
+    many times its fingerprint.
     """
     ranks = Ranks(group)
     expected = _expected(publication.manifest)
-    what = f"{publication.channel} {publication.version} is not what the engine computes with"
+    what = f"{publication} is not what the engine computes with"
     mine, problems = ranks.together(what, lambda: _look(expected, served))
     sums = torch.tensor([*mine, len(problems)], dtype=torch.int64)
     ranks.add(sums)

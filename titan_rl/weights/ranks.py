@@ -3,7 +3,6 @@ waits in a collective for one that raised."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -59,40 +58,18 @@ class Ranks:
             dist.broadcast_object_list(values, group=self._group, group_src=0)
         return values[0]  # type: ignore[return-value]
 
-    def together(self, what: str, work: Callable[[], T], *, equal: Callable[[T], object] | None = None) -> T:
-        """Do this rank's part of `what`; returns when every rank has done its part.
-
-        Args:
-            what: for the error's sentence.
-            work: this rank's part; not collective.
-            equal: what of the result must be the same on all ranks (compared by its `repr`).
-
-        Raises:
-            WeightsError: on every rank, if a part failed on any, or if the results disagree.
-        """
+    def together(self, what: str, work: Callable[[], T]) -> T:
+        """Do this rank's part of `what`, which is not collective; returns when every rank has done its part. Raises
+        WeightsError on every rank if a part failed on any."""
         result: T
         cause: Exception | None = None
-        mark = 0
+        reason = ""
         try:
             result = work()
-            if equal is not None:
-                digest = hashlib.blake2b(repr(equal(result)).encode(), digest_size=7).digest()
-                mark = int.from_bytes(digest, "little")
         except Exception as error:
-            cause = error
-        marks = torch.tensor([cause is not None, mark, -mark], dtype=torch.int64)
-        self.maximum(marks)
-        failed, highest, negated_lowest = marks.tolist()
-        if failed:
-            reasons = self.gather("" if cause is None else _reason(cause))
+            cause, reason = error, str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"
+        if self.any(cause is not None):
+            reasons = self.gather(reason)
             by_rank = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
             raise WeightsError(f"{what}: {'; '.join(by_rank) if len(reasons) > 1 else reasons[0]}") from cause
-        if highest != -negated_lowest:
-            assert equal is not None
-            values = [f"rank {rank}: {value}" for rank, value in enumerate(self.gather(repr(equal(result))))]
-            raise WeightsError(f"{what}: the ranks disagree; {'; '.join(values)}")
         return result
-
-
-def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, WeightsError) else f"{type(error).__name__}: {error}"

@@ -55,7 +55,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.triton_utils import dispatcher as vllm_kernels
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata, CPUAttentionMetadataBuilder
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
@@ -64,9 +64,7 @@ from titan_rl.generation.vllm.packed import PackedMatrix, packed
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`(x [M, K], weight [N, K], bias [N] or None) -> [M, N]`."""
 
-DETERMINISTIC = "deterministic"
-"""Rows that do not depend on each other; the function depends on the layer."""
-AUTO, PACKED, PLAIN = "auto", "packed", "plain"
+AUTO, PACKED, PLAIN, DETERMINISTIC = "auto", "packed", "plain", "deterministic"
 
 PACKED_FROM = 192
 """Hidden size from which "auto" is packed; smaller products gain nothing."""
@@ -86,9 +84,11 @@ _stock_build = CPUAttentionMetadataBuilder.build
 
 
 def adapt_process() -> None:
-    """Search for kernels in vLLM's own modules only, and name shared memory after this process."""
+    """Search for kernels in vLLM's own modules only, name shared memory after this process, and compute RMS norms by
+    vLLM's kernel."""
     vllm_kernels._rebind_kernels = _rebind_own_kernels
     setattr(_CPUSHMDistributed, _stock_group_name.__name__, staticmethod(_group_name_of_process))
+    setattr(RMSNorm, RMSNorm.forward_cpu.__name__, kernel_norm)
 
 
 def _rebind_own_kernels(overrides: list[tuple[Any, Any]]) -> None:
@@ -102,11 +102,6 @@ def _rebind_own_kernels(overrides: list[tuple[Any, Any]]) -> None:
 
 def _group_name_of_process(communicator: CpuCommunicator) -> str:
     return f"{_stock_group_name(communicator)}-{os.getpid()}"
-
-
-def adapt_norms() -> None:
-    """Let RMS norms of engines built from now on be computed by vLLM's kernel."""
-    setattr(RMSNorm, RMSNorm.forward_cpu.__name__, kernel_norm)
 
 
 def kernel_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
@@ -135,30 +130,31 @@ def linear_of(config: GeneratorConfig, model_path: Path) -> str:
 
 def adapt_linear(name: str) -> Linears:
     """Choose how linear layers of engines built from now on are computed on CPU: by `linear_of`'s name."""
-    linears = Linears(deterministic_linear_of if name == DETERMINISTIC else lambda layer: linear, packs=name == PACKED)
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        if layer.weight.ndim != 2:
-            _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
-        else:
-            linears.set_up(layer)
-
-    vllm_linear.dispatch_cpu_unquantized_gemm = dispatch
+    linears = Linears(name)
+    vllm_linear.dispatch_cpu_unquantized_gemm = linears.set_up
     return linears
 
 
 class Linears:
     """How the linear layers of the engines built since `adapt_linear` compute: a function that gets the live weight at
-    every call, or a packed matrix where `packs` and the CPU can."""
+    every call, or a packed matrix where that is asked for and the CPU can."""
 
-    def __init__(self, function_of: Callable[[Any], LinearFunction], *, packs: bool = False) -> None:
-        self._function_of = function_of
-        self._packs = packs
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def set_up(self, layer: Any) -> None:
+    def _function_of(self, layer: Any) -> LinearFunction:
+        if self._name != DETERMINISTIC:
+            return linear
+        # only a layer that ranks would sum over is halved
+        return halved_linear if isinstance(layer, RowParallelLinear) and layer.tp_size == 1 else row_linear
+
+    def set_up(self, layer: Any, remove_weight: bool) -> None:
         """Called by vLLM after the first load."""
+        if layer.weight.ndim != 2:
+            _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
+            return
         embeds = type(layer) is VocabParallelEmbedding  # looks up rows; vLLM would pack it too
-        matrix = packed(layer.weight.data) if self._packs and not embeds else None
+        matrix = packed(layer.weight.data) if self._name == PACKED and not embeds else None
         layer.cpu_linear = self._function_of(layer) if matrix is None else matrix
 
     def drop_originals(self, model: torch.nn.Module) -> None:
@@ -197,23 +193,13 @@ def halved_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return row_linear(x[:, :half], weight[:, :half], bias) + row_linear(x[:, half:], weight[:, half:], None)
 
 
-def deterministic_linear_of(layer: torch.nn.Module) -> LinearFunction:
-    """The function that `layer` is computed with: only a layer that ranks would sum over is halved."""
-    return halved_linear if isinstance(layer, RowParallelLinear) and layer.tp_size == 1 else row_linear
-
-
 def adapt_attention(deterministic: bool) -> None:
     """Let engines built from now on attend token by token, or as vLLM does."""
-    if not deterministic:
-        setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, _stock_build)
-        return
+    setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, _build if deterministic else _stock_build)
 
-    def build(
-        builder: CPUAttentionMetadataBuilder, common_prefix_len: int, common: Any, fast_build: bool = False
-    ) -> CPUAttentionMetadata:
-        return _stock_build(builder, common_prefix_len, one_token_each(common), fast_build)
 
-    setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, build)
+def _build(builder: CPUAttentionMetadataBuilder, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+    return _stock_build(builder, common_prefix_len, one_token_each(common), fast_build)
 
 
 def one_token_each(common: Any) -> Any:

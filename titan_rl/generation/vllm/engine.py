@@ -315,6 +315,5 @@ def _adapt(config: GeneratorConfig, model_path: Path) -> Linears:
         refuse_more_ranks(config.tensor_parallel)
     linears = adaptation.adapt_linear(adaptation.linear_of(config, model_path))
     adaptation.adapt_attention(config.deterministic)
-    adaptation.adapt_norms()
     adaptation.adapt_process()
     return linears

@@ -26,7 +26,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
-from titan_rl.policy.models.qwen3 import Qwen3Shape
 from titan_rl.weights.manifest import LM_HEAD, TensorShard
 
 if TYPE_CHECKING:
@@ -44,11 +43,17 @@ def load_weights(policy: Policy, directory: Path) -> None:
         ConfigError: no weights, or tensors missing, unexpected or of a wrong shape, each named.
     """
     files = _tensor_files(directory)
-    _check_names(directory, policy.shape, set(files))
+    shapes = policy.shape.tensor_shapes()
+    allowed = {*shapes, LM_HEAD} if policy.shape.tied else shapes.keys()
+    unexpected = {name for name in files.keys() - allowed if not name.endswith(_IGNORED_SUFFIX)}
+    for names, problem in ((shapes.keys() - files, "are missing"), (unexpected, "are not part of Qwen3")):
+        if names:
+            some = ", ".join(sorted(names)[:5]) + ", …" * (len(names) > 5)
+            raise ConfigError(f"{directory}: {len(names)} tensors {problem}: {some}")
     tensors = policy.tensors
     readers = {file: safe_open(file, framework="pt") for file in sorted(set(files.values()))}
     with torch.no_grad():
-        for name, shape in policy.shape.tensor_shapes().items():
+        for name, shape in shapes.items():
             stored = readers[files[name]].get_slice(name)
             if tuple(stored.get_shape()) != shape:
                 raise ConfigError(
@@ -69,34 +74,18 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def _check_names(directory: Path, shape: Qwen3Shape, found: set[str]) -> None:
-    wanted = set(shape.tensor_shapes())
-    if missing := sorted(wanted - found):
-        raise ConfigError(f"{directory}: {len(missing)} tensors are missing: {_some(missing)}")
-    allowed = wanted | ({LM_HEAD} if shape.tied else set())
-    if unexpected := sorted(name for name in found - allowed if not name.endswith(_IGNORED_SUFFIX)):
-        raise ConfigError(f"{directory}: {len(unexpected)} tensors are not part of Qwen3: {_some(unexpected)}")
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (", …" if len(names) > limit else "")
-
-
 def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
     """Write `tensors`, of this dtype, with the config and tokenizer files of `source` as the checkpoint `directory`,
     which is new, empty, or written by an earlier call. Raises ConfigError otherwise."""
     with replacing(directory) as draft:
         for file in source.iterdir():
-            if file.is_file() and not _holds_weights(file):
+            weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
+            if file.is_file() and not weights:
                 shutil.copy(file, draft / file.name)
         config = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5; two would be one too many
         (draft / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
         save_file(dict(tensors), draft / "model.safetensors", metadata={"format": "pt"})
-
-
-def _holds_weights(file: Path) -> bool:
-    return file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
 
 
 def local_shard(name: str, tensor: Tensor) -> TensorShard:

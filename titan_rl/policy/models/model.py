@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,6 @@ from titan_rl.policy.models.titan_adaptation import (
     share_padding_of_tied_shards,
 )
 from titan_rl.policy.token_scores import token_scores
-from titan_rl.weights.manifest import TIED
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
@@ -80,8 +79,9 @@ class Policy:
     def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
-        wanted = WantedScores(batch.rows, batch.targets, temperature)
-        scores: tuple[Tensor, Tensor] = self.module(batch.tokens, batch.positions, documents, wanted)
+        scores: tuple[Tensor, Tensor] = self.module(
+            batch.tokens, batch.positions, documents, batch.rows, batch.targets, temperature
+        )
         return scores
 
     @property
@@ -96,14 +96,6 @@ class Policy:
     def data_rank(self) -> int:
         return torch.distributed.get_rank() // self.dims.tp
 
-    def any_of_tensor_group(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank that computes the same samples. Collective in that group."""
-        if self.tensor_group is None:
-            return flag
-        flags = torch.tensor([flag], dtype=torch.int32, device=self.device)
-        torch.distributed.all_reduce(flags, group=self.tensor_group)
-        return bool(flags.item())
-
     def local_tensors(self) -> list[Tensor]:
         """This rank's part of `tensors`, always in one order."""
         return [local_part(tensor) for tensor in self.tensors.values()]
@@ -113,11 +105,6 @@ class Policy:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    @property
-    def aliases(self) -> tuple[tuple[str, str], ...]:
-        """`(name, name of the stored tensor)` of tensors that share another's storage."""
-        return TIED if self.shape.tied else ()
 
 
 def build_policy(
@@ -137,7 +124,13 @@ def build_policy(
         spmd_backend=SPMD_BACKEND,
     )
     set_spmd_backend(SPMD_BACKEND)
-    dims = _build_meshes(parallelism, config.ranks) if beside is None else beside.dims
+    dims = ParallelDims.from_config(parallelism, config.ranks) if beside is None else beside.dims
+    if beside is None:
+        dims.build_mesh()
+        if dims.tp_enabled:
+            # One collective over both axes: two in sequence may round differently on different ranks, which would give
+            # the ranks different gradient norms and let replicated weights drift apart.
+            dims.get_mesh(["fsdp", "tp"])._flatten()
     varlen = device.type == "cuda" and config.dtype == "bfloat16"  # the kernel knows no other case
     if config.compile and not varlen:
         raise ConfigError(
@@ -191,19 +184,8 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     """A frozen policy with the weights of this one as they are now, bit for bit."""
     frozen = frozen_policy(policy.shape, config, beside=policy)
     with torch.no_grad():
-        for name, tensor in policy.tensors.items():
-            local_part(frozen.tensors[name]).copy_(local_part(tensor))
+        torch._foreach_copy_(frozen.local_tensors(), policy.local_tensors())
     return frozen
-
-
-def _build_meshes(parallelism: ParallelismConfig, ranks: int) -> ParallelDims:
-    dims = ParallelDims.from_config(parallelism, ranks)
-    dims.build_mesh()
-    if dims.tp_enabled:
-        # One collective over both axes: two in sequence may round differently on different ranks, which would give
-        # the ranks different gradient norms and let replicated weights drift apart.
-        dims.get_mesh(["fsdp", "tp"])._flatten()
-    return dims
 
 
 def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> Qwen3Model.Config:
@@ -244,14 +226,6 @@ def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> 
     )
 
 
-class WantedScores(NamedTuple):
-    """Which of a row's T tokens predict something, and what."""
-
-    rows: Tensor  # [N] int64, index into T
-    targets: Tensor  # [N] int64
-    temperature: float
-
-
 class ScoringHead(Linear):
     """torchtitan's head, which answers with scores and not with logits. It is called once per forward pass of the
     model, as FSDP expects of a module that shares its unit with others."""
@@ -260,8 +234,9 @@ class ScoringHead(Linear):
     class Config(Linear.Config):
         pass
 
-    def forward(self, input: Tensor, wanted: WantedScores) -> tuple[Tensor, Tensor]:
-        """`input`: [1, T, D], under tensor parallelism the same on all ranks."""
+    def forward(self, input: Tensor, rows: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """`input`: [1, T, D], under tensor parallelism the same on all ranks. `rows`, `targets`: [N], which tokens
+        predict something, and what."""
         head, vocab_start, group = self.weight, 0, None
         if isinstance(head, DTensor) and isinstance(input, DTensor):
             mesh = head.device_mesh
@@ -269,7 +244,6 @@ class ScoringHead(Linear):
             vocab_start = mesh.get_local_rank() * math.ceil(len(head) / mesh.size())  # split as by torch.chunk
             # Each rank's part of the vocabulary gives the hidden rows a summand of their gradient.
             head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
-        rows, targets, temperature = wanted
         hidden = input[0].index_select(0, rows)
         return token_scores(hidden, head, targets, temperature=temperature, vocab_start=vocab_start, group=group)
 
@@ -284,9 +258,9 @@ class ScoringModel(Qwen3Model):
         pass
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, wanted: WantedScores
+        self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, *wanted: Any
     ) -> tuple[Tensor, Tensor]:
-        scores: tuple[Tensor, Tensor] = self.lm_head(super().forward(tokens, positions, attention_masks), wanted)
+        scores: tuple[Tensor, Tensor] = self.lm_head(super().forward(tokens, positions, attention_masks), *wanted)
         return scores
 
 
@@ -297,12 +271,10 @@ class PackedDocuments(VarlenMetadata):
     layer.
     """
 
-    runs: tuple[tuple[int, Tensor | None], ...]
-    """Of each run how many segments it has, and which keys their tokens see: [L, K] bool; None: up to their own."""
+    runs: tuple[tuple[Run, Tensor | None], ...]
+    """Each with the keys that its segments' tokens see: [L, K] bool; None: up to their own."""
     key_rows: Tensor | None
     """[keys] int64, the tokens that each segment sees; None: its own."""
-    sizes: tuple[list[int], list[int]]
-    """Tokens of each run, and their keys."""
 
     @classmethod
     def of(cls, runs: Sequence[Run], key_rows: Tensor | None, device: torch.device) -> PackedDocuments:
@@ -315,12 +287,8 @@ class PackedDocuments(VarlenMetadata):
             keys = run.shared + run.length
             return torch.ones(run.length, keys, dtype=torch.bool, device=device).tril(run.shared)
 
-        self.runs = tuple((run.segments, mask(run) if run.shared else None) for run in runs)
+        self.runs = tuple((run, mask(run) if run.shared else None) for run in runs)
         self.key_rows = key_rows
-        self.sizes = (
-            [run.segments * run.length for run in runs],
-            [run.segments * (run.shared + run.length) for run in runs],
-        )
         return self
 
 
@@ -345,13 +313,13 @@ class DocumentAttention(VarlenAttention):
         queries, keys, values = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         if attention_masks.key_rows is not None:
             keys, values = (tensor.index_select(0, attention_masks.key_rows) for tensor in (keys, values))
-        own, seen = attention_masks.sizes
+        runs = attention_masks.runs
+        own = [run.segments * run.length for run, _ in runs]
+        seen = [run.segments * (run.shared + run.length) for run, _ in runs]
         outputs = []
         # `split`, because the gradients of slices would be whole tensors of zeros, added up.
-        for (count, mask), *run in zip(
-            attention_masks.runs, queries.split(own), keys.split(seen), values.split(seen), strict=True
-        ):
-            q, k, v = (tensor.unflatten(0, (count, -1)).transpose(1, 2) for tensor in run)  # [count, N, L, H]: views
+        for (run, mask), *parts in zip(runs, queries.split(own), keys.split(seen), values.split(seen), strict=True):
+            q, k, v = (part.unflatten(0, (run.segments, -1)).transpose(1, 2) for part in parts)  # [., N, L, H]: views
             output = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
             )

@@ -6,31 +6,30 @@ and a checkpoint that has more or fewer is refused by name.
 Needs neither torch nor torchtitan, so that a config can be checked before any process starts.
 """
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from titan_rl.errors import ConfigError
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Qwen3Shape:
-    """Sizes of a dense Qwen3 model."""
+class Qwen3Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a dense Qwen3 model. msgspec reads and writes them by their names in `config.json`."""
 
-    vocab: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
+    vocab: int = msgspec.field(name="vocab_size")
+    dim: int = msgspec.field(name="hidden_size")
+    layers: int = msgspec.field(name="num_hidden_layers")
+    heads: int = msgspec.field(name="num_attention_heads")
+    kv_heads: int = msgspec.field(name="num_key_value_heads")
     head_dim: int
-    ffn: int
-    max_length: int
+    ffn: int = msgspec.field(name="intermediate_size")
+    max_length: int = msgspec.field(name="max_position_embeddings")
     """Positions the rotary embedding is defined for."""
     rope_theta: float
-    norm_eps: float
-    tied: bool
+    norm_eps: float = msgspec.field(name="rms_norm_eps")
+    tied: bool = msgspec.field(name="tie_word_embeddings", default=False)
     """`lm_head.weight` is `model.embed_tokens.weight` and is not stored."""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -73,45 +72,23 @@ def read_shape(directory: Path) -> Qwen3Shape:
     """
     file = directory / "config.json"
     try:
-        config: dict[str, Any] = json.loads(file.read_text())
+        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         raise ConfigError(f"{directory} is no checkpoint directory: it has no config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{file} holds no JSON object")
-    if config.get("model_type") != "qwen3":
-        raise ConfigError(
-            f"{file}: model_type is {config.get('model_type')!r}; the trainer computes 'qwen3' (dense) only"
-        )
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
     for name, value, wanted in (
+        ("model_type", config.get("model_type"), "qwen3"),  # dense
         ("attention_bias", config.get("attention_bias", False), False),
         ("use_sliding_window", config.get("use_sliding_window", False), False),
         ("hidden_act", config.get("hidden_act", "silu"), "silu"),
-        ("rope_type", rope_type, "default"),
+        ("rope_type", rope.get("rope_type", rope.get("type", "default")), "default"),
     ):
         if value != wanted:
             raise ConfigError(f"{file}: {name} is {value!r}; the trainer computes {name} = {wanted!r} only")
-    theta = rope.get("rope_theta", config.get("rope_theta"))
-    if theta is None:
-        raise ConfigError(f"{file}: neither rope_theta nor rope_parameters.rope_theta is there")
     try:
-        return Qwen3Shape(
-            vocab=int(config["vocab_size"]),
-            dim=int(config["hidden_size"]),
-            layers=int(config["num_hidden_layers"]),
-            heads=int(config["num_attention_heads"]),
-            kv_heads=int(config["num_key_value_heads"]),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
-            ffn=int(config["intermediate_size"]),
-            max_length=int(config["max_position_embeddings"]),
-            rope_theta=float(theta),
-            norm_eps=float(config["rms_norm_eps"]),
-            tied=bool(config.get("tie_word_embeddings", False)),
-        )
-    except KeyError as error:
-        raise ConfigError(f"{file}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{file}: a size is no number: {error}") from None
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        return msgspec.convert(config | rope | {"head_dim": head_dim}, Qwen3Shape, strict=False)
+    except (KeyError, TypeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{file} lacks a size of the model, or says it wrong: {error}") from None

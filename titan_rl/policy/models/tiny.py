@@ -20,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -96,13 +97,10 @@ def tiny_shape(config: TinyPolicyConfig) -> Qwen3Shape:
         raise ConfigError(f"policy.tiny.head_dim must be even (rotary embedding), got {config.head_dim}")
     return Qwen3Shape(
         vocab=len(tokens),
-        dim=config.dim,
-        layers=config.layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.ffn,
-        max_length=config.max_length,
+        **{
+            name: getattr(config, name)
+            for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_length")
+        },
         rope_theta=1e4,
         norm_eps=1e-6,
         tied=config.tied_embeddings,
@@ -139,25 +137,14 @@ def _write(directory: Path, config: TinyPolicyConfig, shape: Qwen3Shape) -> None
 
 def _model_config(shape: Qwen3Shape) -> dict[str, Any]:
     return {
+        **msgspec.to_builtins(shape),  # transformers 4 reads its rope_theta, transformers 5 the rope_parameters
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.dim,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": shape.max_length,
-        "rms_norm_eps": shape.norm_eps,
-        # transformers 4 reads the first, transformers 5 the second.
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "attention_bias": False,
         "attention_dropout": 0.0,
         "use_sliding_window": False,
-        "tie_word_embeddings": shape.tied,
         "pad_token_id": PAD_ID,
         "eos_token_id": EOS_ID,
         "bos_token_id": None,
@@ -193,7 +180,9 @@ def token_names(config: TinyPolicyConfig) -> list[str]:
     """Every token in the order of its id: padding, end of answer, symbols or bytes, further ones in order."""
     if config.tokenizer == "symbols":
         return [*_SYMBOLS_ENDS, *config.symbols, *config.special_tokens]
-    return [*_CHAT_ENDS, *_bytes(), _CHAT_START, *_CHAT_MARKS, *config.special_tokens]
+    # the printable stand-ins that byte-level tokenizers write for the 256 bytes, in an order of their own
+    stand_ins = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return [*_CHAT_ENDS, *stand_ins, _CHAT_START, *_CHAT_MARKS, *config.special_tokens]
 
 
 def make_tokenizer(config: TinyPolicyConfig) -> Tokenizer:
@@ -214,8 +203,3 @@ def make_tokenizer(config: TinyPolicyConfig) -> Tokenizer:
     # Not "special" in the library's sense: decoding must show them, environments parse the text.
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in further])
     return tokenizer
-
-
-def _bytes() -> list[str]:
-    """The printable stand-ins that byte-level tokenizers write for the 256 bytes, in an order of their own."""
-    return sorted(pre_tokenizers.ByteLevel.alphabet())

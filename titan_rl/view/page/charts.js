@@ -196,7 +196,18 @@ function drawHistograms(data) {
     Array.from({ length: Math.max(...lengths.shares.map((shares) => shares.length)) }, (_, bin) =>
       lengths.width === 1 ? String(bin) : `${bin * lengths.width}–${(bin + 1) * lengths.width - 1}`),
     `share of ${lengths.rollouts.map((count) => integers.format(count)).join(" and ")} training rollouts recorded at random`));
+  if ("rollout/trained_length_mean" in data.series) place.append(lengthTable(data));
   if (!place.children.length) place.append(element("p", { class: "empty" }, "No samples were trained."));
+}
+
+function lengthTable(data) {
+  const mean = (run, name) => { const known = data.series[name]?.[run].values.filter((value) => value !== null) ?? []; return known.length ? known.reduce((sum, value) => sum + value) / known.length : null; };
+  const row = (cell, ...texts) => element("tr", {}, ...texts.map((text) => element(cell, {}, text)));
+  const rows = data.runs.flatMap((run, at) => [["sampled", ""], ["trained", "trained_"]].map(([which, kind]) =>
+    row("td", `${data.runs.length > 1 ? `${run.name}, ` : ""}${which}`, ...["mean", "p50", "p95"].map((part) => number(mean(at, `rollout/${kind}length_${part}`))))));
+  return element("figure", { class: "card" }, element("figcaption", {}, element("div", { class: "name" }, element("b", {}, "Sampled and trained lengths"))),
+    element("p", { class: "meaning" }, "Tokens per rollout, mean over the steps. Rollouts that fail and groups that are filtered are sampled and not trained: where those are the long ones, the policy is trained on short answers alone."),
+    element("table", { class: "lengths" }, row("th", "Rollouts", "mean", "median", "95%"), ...rows));
 }
 
 function histogram(data, title, label, shares, bins, about) {

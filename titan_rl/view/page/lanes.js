@@ -39,7 +39,8 @@ function lanesOf(timeline) {
   const coloursOf = laneColours(timeline.lanes);
   const lanes = timeline.lanes.map((lane) => {
     const colours = coloursOf(lane);
-    const canvas = element("canvas", { height: LANE_HEIGHT, role: "img", "aria-label": `${lane.mesh}: idle ${lane.idle === null ? "unknown" : percent(lane.idle)}` });
+    const idle = lane.account && percent(Object.values(lane.account.waits).reduce((sum, share) => sum + share, 0));
+    const canvas = element("canvas", { height: LANE_HEIGHT, role: "img", "aria-label": `${lane.mesh}: idle ${idle ?? "unknown"}` });
     const told = element("p", { class: "told" });
     const key = (kind, share) => element("span", {}, element("i", { class: kind.waits_for ? "swatch waiting" : "swatch", style: kind.waits_for ? null : `background:${colours.get(kind.name)}` }),
       `${kind.waits_for ? `waits for ${kind.waits_for}` : kind.name} ${share < 0.005 ? "<1" : Math.round(100 * share)}%`);
@@ -58,7 +59,7 @@ function lanesOf(timeline) {
     requestAnimationFrame(() => paintLane(canvas, lane, colours));
     return element("div", { class: "lane" },
       element("div", { class: "lane-name" }, element("b", {}, lane.mesh),
-        element("small", {}, `${lane.ranks > 1 ? `${lane.ranks} ranks, ` : ""}${lane.idle === null ? "" : `idle ${percent(lane.idle)}`}`)),
+        element("small", {}, `${lane.ranks > 1 ? `${lane.ranks} ranks, ` : ""}${idle === null ? "" : `idle ${idle}`}`)),
       element("div", { class: "lane-plot" }, canvas, told));
   });
   const ticks = Array.from({ length: 6 }, (_, tick) => element("span", {}, clock(timeline.start + (timeline.seconds * tick) / 5, timeline.start + timeline.seconds)));
