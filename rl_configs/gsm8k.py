@@ -5,7 +5,7 @@
 - The right number counts however it is written; whether it stands in the box that the prompt asks for is a metric.
 - No question of the test file is trained on, nor one that `dataset.is_held_out` picks where there is no test file.
 - math-verify is imported when the environment is made, in the process that plays it. Its own time limits work in the
-  main thread only, where reward functions run; `environment.step_seconds` bounds it everywhere.
+  main thread only, where reward functions run; `environment.grade_seconds` bounds it everywhere.
 """
 
 from __future__ import annotations

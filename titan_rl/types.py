@@ -106,7 +106,7 @@ class StopReason(StrEnum):
     ERROR = "error"
     """User code, or a request, failed."""
     TIMEOUT = "timeout"
-    """`rollout.seconds` were over, or user code took longer than `environment.step_seconds`."""
+    """`rollout.seconds` were over, or user code took longer than `environment` lets it."""
     ABORT = "abort"
 
 

@@ -196,7 +196,10 @@ def recipe() -> RunConfig:
     return dataclasses.replace(
         base,
         environment=dataclasses.replace(
-            base.environment, name="task.py:Chaos", kwargs={"every": 197}, step_seconds=8.0
+            base.environment,
+            name="task.py:Chaos",
+            kwargs={"every": 197},
+            **dict.fromkeys(("step_seconds", "grade_seconds", "program_seconds"), 8.0),
         ),
         rollout=dataclasses.replace(base.rollout, workers=2, max_turns=2, rollouter="task.py:TurnsOrProgram"),
         trainer=dataclasses.replace(base.trainer, optimizer=dataclasses.replace(base.trainer.optimizer, lr=1e-4)),

@@ -24,8 +24,8 @@ def line(text: str) -> str:
 
 def checked(wrong="", config=None, **changes):
     config = config or recipe()
-    seconds = 1.0 if "hangs" in wrong else config.environment.step_seconds
-    environment = replace(config.environment, kwargs={"wrong": wrong}, step_seconds=seconds)
+    seconds = 1.0 if "hangs" in wrong else config.environment.grade_seconds
+    environment = replace(config.environment, kwargs={"wrong": wrong}, grade_seconds=seconds)
     config = replace(config, environment=environment, **changes)
     return check_task(config, (str(TASK),))
 
@@ -57,7 +57,7 @@ WRONG = {
         "a look at its prompts: its process ended: ",
         "was killed by signal 9 (SIGKILL)",
     ),
-    "hangs": ("score of train prompt 0: did not finish within 1 s", "environment.step_seconds"),
+    "hangs": ("score of train prompt 0: did not finish within 1 s (environment.grade_seconds)",),
 }
 
 

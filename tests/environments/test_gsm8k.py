@@ -157,7 +157,7 @@ def test_a_line_that_is_no_problem_is_refused_with_its_number(bad, words, tmp_pa
 
 async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):
     setup = EnvironmentSetup(
-        name=f"{FILE}:Gsm8k", kwargs=files, run_seed=3, step_seconds=60.0, start_seconds=120.0, held_out=100
+        name=f"{FILE}:Gsm8k", kwargs=files, run_seed=3, grade_seconds=60.0, start_seconds=120.0, held_out=100
     )
     task = Gsm8k(**files, seed=3)
     process = UserCodePool(setup)

@@ -43,7 +43,7 @@ async def test_what_a_framework_sends_is_answered(renderer, package, stream):
 HINTS = {
     "store": True,
     "metadata": {"a": "b"},
-    "user": "u",
+    "user": "u",  # names a role, which only a run's rollout has
     "safety_identifier": "s",
     "service_tier": "auto",
     "prompt_cache_key": "k",

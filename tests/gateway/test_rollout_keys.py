@@ -114,6 +114,15 @@ async def test_a_conversation_with_a_tool_goes_on_in_the_sampled_tokens(renderer
     assert (rendered_anew(record), record.failure) == (0, "")
 
 
+async def test_a_turn_belongs_to_the_role_that_its_call_names_as_the_user(renderer):
+    gateway = Gateway(renderer, "1$", "2$", "3$")
+    client = await gateway.open()
+    await ask(client, user("1"), user="first")
+    await ask(client, user("22"), user="second")
+    await ask(client, user("333"))
+    assert [turn.role for turn in (await gateway.keys.close("s")).turns] == ["first", "second", ""]
+
+
 @pytest.mark.parametrize("sent_back", [lambda answer: answer, lambda answer: answer.model_dump()], ids=["it", "dump"])
 async def test_what_openais_client_gives_may_be_sent_back_as_it_came(renderer, sent_back):
     gateway = Gateway(renderer, "<tool>1</tool>", "2$", "3$")

@@ -155,7 +155,7 @@ def test_a_long_answer_to_a_busy_worker_holds_up_no_other_async_grader():
 async def test_endless_output_is_logged_up_to_a_bound(caplog, monkeypatch):
     monkeypatch.setattr(process_io, "LOG_BYTES", 1000)
     caplog.set_level(logging.INFO, logger=process_io.__name__)
-    outcomes, _ = await scores("print for ever", step_seconds=1.0)
+    outcomes, _ = await scores("print for ever", grade_seconds=1.0)
     assert "prompt 3: did not finish within 1 s" in str(outcomes.pop(3))
     assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
     said = [record.getMessage() for record in caplog.records if record.name == process_io.__name__]

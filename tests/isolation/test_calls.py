@@ -30,6 +30,7 @@ async def environment(cls="Unruly", *, step_seconds=20.0, start_seconds=60.0, he
             run_seed=5,
             imports=(UNRULY,),
             step_seconds=step_seconds,
+            grade_seconds=step_seconds,
             start_seconds=start_seconds,
             held_out=held_out,
             prompts=prompts,
@@ -119,7 +120,10 @@ async def test_one_call_that_fails_costs_only_itself(how, reason, restarts):
 async def test_a_call_that_never_returns_is_killed_and_the_rest_runs_in_a_new_process():
     async with environment(behaviour={"3": "hang", "6": "hang"}, step_seconds=0.5) as process:
         result = await outcomes(process, range(8))
-        assert "score of train prompt 3: did not finish within 0.5 s and was killed" in result.pop(3)
+        assert (
+            "score of train prompt 3: did not finish within 0.5 s (environment.grade_seconds) and was killed"
+            in result.pop(3)
+        )
         assert "prompt 6: did not finish" in result.pop(6)
         assert result == dict.fromkeys([0, 1, 2, 4, 5, 7], 1.0)
         assert process.restarts == 2
@@ -252,14 +256,14 @@ async def test_an_async_grader_that_blocks_costs_all_that_run_beside_it_and_no_l
     monkeypatch.setattr(pool, "SLACK_SECONDS", 0.5)
     async with environment("UnrulyAsync", behaviour={"5": "hang"}, step_seconds=0.5) as process:
         result = await outcomes(process, range(8))
-        assert "prompt 5: did not finish within 0.5 s and was killed" in result[5]
+        assert "prompt 5: did not finish within 0.5 s (environment.grade_seconds) and was killed" in result[5]
         assert await outcomes(process, [8, 9]) == {8: 1.0, 9: 1.0}
 
 
 async def test_an_async_grader_that_ignores_its_cancellation_costs_only_itself():
     async with environment("UnrulyAsync", behaviour={"5": "ignore cancellation"}, step_seconds=0.3) as process:
         result = await outcomes(process, range(8))
-        assert "did not finish within 0.3 s, nor when cancelled" in result.pop(5)
+        assert "did not finish within 0.3 s (environment.grade_seconds), nor when cancelled" in result.pop(5)
         assert set(result.values()) == {1.0}
         assert await outcomes(process, [9]) == {9: 1.0}
 

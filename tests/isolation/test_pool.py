@@ -73,7 +73,7 @@ hosts: list[PlayedServer] = []
 @given(st.data())
 def test_a_call_fails_only_if_its_process_may_have_ended_by_it_and_every_call_has_one_end(data):
     async def main():
-        calls = pool.UserCodePool(EnvironmentSetup(name="played", kwargs={}, run_seed=0, step_seconds=1e6))
+        calls = pool.UserCodePool(EnvironmentSetup(name="played", kwargs={}, run_seed=0, grade_seconds=1e6))
         await calls.start()
         kinds = data.draw(st.lists(st.sampled_from([CallKind.SCORE, TOGETHER]), min_size=1, max_size=20))
         asked = [
@@ -114,13 +114,16 @@ def test_a_call_fails_only_if_its_process_may_have_ended_by_it_and_every_call_ha
 
 
 @asynccontextmanager
-async def asked(count, kind=CallKind.SCORE, room=1000, step_seconds=1e6):
-    """So many calls of which none is answered yet, and the fork server."""
+async def asked(count, kind=CallKind.SCORE, *more, room=1000, grade_seconds=1e6, step_seconds=1e6):
+    """So many calls of which none is answered yet, then one of each of the other kinds; and the fork server."""
     with patch.object(pool, "ForkServerClient", PlayedServer), patch.object(PlayedServer, "room", room):
-        setup = EnvironmentSetup(name="played", kwargs={}, run_seed=0, step_seconds=step_seconds)
-        calls = pool.UserCodePool(setup)
+        seconds = {"step_seconds": step_seconds, "grade_seconds": grade_seconds}
+        calls = pool.UserCodePool(EnvironmentSetup(name="played", kwargs={}, run_seed=0, **seconds))
         await calls.start()
-        waiting = [asyncio.ensure_future(calls.call(UserCall(kind, Purpose.TRAIN, index))) for index in range(count)]
+        kinds = [kind] * count + [*more]
+        waiting = [
+            asyncio.ensure_future(calls.call(UserCall(kind, Purpose.TRAIN, index))) for index, kind in enumerate(kinds)
+        ]
         await settled()
         yield waiting, hosts[-1]
         await calls.close()
@@ -160,9 +163,17 @@ async def test_where_no_further_process_can_be_forked_the_others_take_the_calls(
 
 
 async def test_answers_that_nobody_asked_for_give_a_process_no_more_time():
-    async with asked(1, step_seconds=0.2) as ((call,), server), asyncio.timeout(20):
+    async with asked(1, grade_seconds=0.2) as ((call,), server), asyncio.timeout(20):
         while not call.done():
             server.processes[0].on_results([CallResult(1 << 40)])
             await asyncio.sleep(0.01)
-        with pytest.raises(TaskTimeout, match="did not finish within 0.2 s"):
+        with pytest.raises(TaskTimeout, match=r"did not finish within 0.2 s \(environment.grade_seconds\) and was"):
             await call
+
+
+async def test_a_step_is_late_by_its_own_limit_while_a_grade_may_go_on():
+    async with asked(1, CallKind.SCORE, CallKind.RESPOND, step_seconds=0.2) as ((grade, step), server):
+        with pytest.raises(TaskTimeout, match=r"did not finish within 0.2 s \(environment.step_seconds\) and was"):
+            await asyncio.wait_for(step, 20)
+        server.processes[0].answer(0)
+        assert await asyncio.wait_for(grade, 20) == (1.0, {})

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import torch
@@ -220,9 +221,15 @@ def naive_objective(
     return total, count
 
 
-def rollout(reward: float, *turns: tuple[int, bytes], **parts: float) -> GradedRollout:
+def rollout(reward: float, *turns: tuple[Any, ...], **parts: float) -> GradedRollout:
+    """Turns are their tokens, state and, as far as there are any, reward and role."""
     asked = turns or ((3, b""),)
-    made = tuple(GradedTurn(tokens=tokens, prompt=np.frombuffer(state, np.uint8)) for tokens, state in asked)
+    made = tuple(
+        GradedTurn(
+            tokens=tokens, prompt=np.frombuffer(state, np.uint8), **dict(zip(("reward", "role"), more, strict=False))
+        )
+        for tokens, state, *more in asked
+    )
     return GradedRollout(reward=reward, parts=parts or {"only": reward}, turns=made)
 
 
@@ -254,12 +261,25 @@ def shaped_dapo(group: Sequence[GradedRollout], longest: int, cache: int) -> lis
     return deviations(values, 1e-4)
 
 
+def paid(each: GradedRollout) -> list[Fraction]:
+    return [Fraction(turn.reward) for turn in each.turns]
+
+
+def ahead(values: Sequence[Fraction], gamma: float, place: int) -> Fraction:
+    return sum((Fraction(gamma) ** (k - place) * values[k] for k in range(place, len(values))), Fraction(0))
+
+
 def discounted(group: Sequence[GradedRollout], gamma: float) -> list[list[float]]:
-    credit = deviations(rewards(group), 1e-4)
-    return [
+    grades = deviations([Fraction(each.reward) - sum(paid(each)) for each in group], 1e-4)
+    credit = [
         [gamma ** (len(each.turns) - 1 - turn) * value for turn in range(len(each.turns))]
-        for each, value in zip(group, credit, strict=True)
+        for each, value in zip(group, grades, strict=True)
     ]
+    for place in range(max(len(each.turns) for each in group)):
+        there = [i for i, each in enumerate(group) if len(each.turns) > place]
+        for i, value in zip(there, deviations([ahead(paid(group[i]), gamma, place) for i in there], 1e-4), strict=True):
+            credit[i][place] += value
+    return credit
 
 
 def gdpo(group: Sequence[GradedRollout], scores: dict[str, float]) -> list[float]:
@@ -271,7 +291,11 @@ def gigpo(group: Sequence[GradedRollout]) -> list[list[float]]:
     credit = [[value] * len(g.turns) for g, value in zip(group, deviations(rewards(group), 1e-4), strict=True)]
     for state in {turn.state for each in group for turn in each.turns}:
         places = [(i, t) for i, each in enumerate(group) for t, turn in enumerate(each.turns) if turn.state == state]
-        returns = [Fraction(group[i].reward) * Fraction(0.95) ** (len(group[i].turns) - 1 - t) for i, t in places]
+        returns = []
+        for i, t in places:
+            earned = paid(group[i])
+            earned[-1] += Fraction(group[i].reward) - sum(earned)
+            returns.append(ahead(earned, 0.95, t))
         for (i, t), value in zip(places, deviations(returns, 1e-4), strict=True):
             credit[i][t] += value
     return credit
@@ -309,6 +333,21 @@ def pass_at_k(group: Sequence[GradedRollout], k: int) -> list[float]:
     return [float(of_wrong if each.reward < 1 else 1 - middle) / spread for each in group]
 
 
+def rae(group: Sequence[GradedRollout]) -> list[list[float]]:
+    def plays(each: GradedRollout, role: str) -> bool:
+        return any(turn.role == role for turn in each.turns)
+
+    def won(each: GradedRollout, role: str) -> Fraction:
+        given = Fraction(each.parts[role]) if role in each.parts else Fraction(each.reward) - sum(paid(each))
+        return given + sum(Fraction(turn.reward) for turn in each.turns if turn.role == role)
+
+    def baseline(role: str) -> Fraction:
+        known = [each for each in group if role in each.parts]
+        return mean([won(each, role) for each in group if not known or each in known or plays(each, role)])
+
+    return [[float(won(each, turn.role) - baseline(turn.role)) for turn in each.turns] for each in group]
+
+
 def rloo(group: Sequence[GradedRollout]) -> list[float]:
     values = rewards(group)
     others = [values[:number] + values[number + 1 :] for number in range(len(values))]
@@ -333,6 +372,7 @@ CREDIT: dict[str, list[tuple[dict[str, object], Callable[[Sequence[GradedRollout
     "maxrl": [({}, maxrl)],
     "opo": [({}, opo)],
     "pass_at_k": [({}, lambda g: pass_at_k(g, 4)), ({"k": 2}, lambda g: pass_at_k(g, 2))],
+    "rae": [({}, rae)],
     "reinforce_pp": [({}, lambda g: [float(r) for r in rewards(g)])],
     "reinforce_pp_baseline": [({}, above_mean)],
     "rloo": [({}, rloo)],

@@ -14,7 +14,7 @@ import torch
 from algorithm_oracles import rollout
 from test_algorithms import CREDIT, LOSSES, computed, function, moments, objective_of, per_turn, plan_of, rows, trained
 
-from titan_rl.policy.algorithms.base import LARGEST_LOG_RATIO
+from titan_rl.policy.algorithms.base import LARGEST_LOG_RATIO, credit_by_role
 from titan_rl.policy.losses import kl_penalty
 
 COMPARED = [name for name in CREDIT if name != "reinforce_pp"]
@@ -134,6 +134,24 @@ def test_trap_9_equal_rewards_give_exactly_0(name):
         for count in (1, 2, 3, 7, 10):
             group = [rollout(reward, (3, b"a"))] * count
             assert set(per_turn(function(name, "advantages")(group), group)) == {0.0}, (reward, count)
+
+
+@pytest.mark.parametrize("name", CREDIT)
+def test_a_player_is_not_paid_for_what_the_other_one_won(name):
+    """Each role's credit is what it would be if its turns and its reward were all there is."""
+    won, roles = [1.0, -1.0, 1.0, 1.0, -1.0], ("first", "second")
+    group = [
+        rollout(each, *((1, b"%d" % turn, 0.0, roles[turn % 2]) for turn in range(3)), first=each, second=-each)
+        for each in won
+    ]
+    credit = credit_by_role(group, function(name, "advantages"))
+    for role, sign in zip(roles, (1, -1), strict=True):
+        alone = [
+            rollout(sign * each, *((1, turn.state) for turn in whole.turns if turn.role == role))
+            for each, whole in zip(won, group, strict=True)
+        ]
+        found = [x for turns in credit for x, turn in zip(turns, group[0].turns, strict=True) if turn.role == role]
+        assert found == per_turn(function(name, "advantages")(alone), alone)
 
 
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"clip_cov", "kl_cov"}))

@@ -201,6 +201,37 @@ GROUPS = {
         )
         for i in range(7)
     ],
+    "rewarded turns": [
+        rollout(
+            float(i % 2) + sum(0.25 * ((i * j) % 3) for j in range(1 + i % 3)),
+            *((1 + j, bytes([97 + (i + j) % 2]), 0.25 * ((i * j) % 3)) for j in range(1 + i % 3)),
+            right=float(i % 2),
+            style=0.5 * i,
+        )
+        for i in range(6)
+    ],
+    "two players": [
+        rollout(
+            won,
+            *((1, bytes([97 + j]), 0.0, ("first", "second")[j % 2]) for j in range(2 + i % 2)),
+            right=won,
+            style=0.0,
+            first=won,
+            second=-won,
+        )
+        for i, won in enumerate([1.0, -2.0, 2.0, -1.0, 1.0])
+    ],
+    "helpers": [  # one of them is graded, and not everywhere there
+        rollout(
+            float(i % 2) + 0.5 * (i > 1),
+            (2, b"a", 0.0, "writer"),
+            *[(1, bytes([97 + i]), 0.5, "helper"), (3, b"b", 0.0, "critic")] * (i > 1),
+            right=float(i % 2),
+            style=0.25 * i,
+            **{"critic": 0.25 * i} if i in (2, 3) else {},
+        )
+        for i in range(5)
+    ],
     "nothing sampled": [rollout(float(i), (0, b"a"), right=float(i), style=0.0) for i in range(3)],
 }
 

@@ -181,7 +181,10 @@ async def test_a_program_that_neither_asks_nor_returns_is_ended(model_path, hear
         (pid,) = await heard.numbers("burning")
         sessions.idled.set()
         (rollout,) = (await playing).rollouts
-        assert "its program neither asked nor returned for 17 s and was ended" in rollout.error
+        assert (
+            "its program neither asked nor returned for 17 s (environment.program_seconds) and was ended"
+            in rollout.error
+        )
         assert rollout.turn_count == 2
         assert rollout.stop_reason is StopReason.TIMEOUT
         assert await asyncio.to_thread(ends, pid)

@@ -78,6 +78,11 @@ class Lines:
         return completion(request.request_id, token_ids, FinishReason.STOP if stopped else FinishReason.LENGTH)
 
 
+def limits(seconds: float) -> dict[str, float]:
+    """Of user code, whatever it does."""
+    return dict.fromkeys(("step_seconds", "grade_seconds", "program_seconds"), seconds)
+
+
 @asynccontextmanager
 async def runner(
     model_path,
@@ -91,7 +96,7 @@ async def runner(
     **rollout,
 ):
     """A started `GroupRunner`; `name` may be `file.py:Class`."""
-    environment = EnvironmentConfig(name=name, kwargs=kwargs or {}, step_seconds=step_seconds)
+    environment = EnvironmentConfig(name=name, kwargs=kwargs or {}, **limits(step_seconds))
     config = RunConfig(environment=environment, rollout=RolloutConfig(**rollout), seed=11)
     config.generator.max_model_len, config.evaluation.prompts = max_model_len, held_out  # as small as no run's may be
     imports = (name.rpartition(":")[0],) if ".py:" in name else ()

@@ -63,6 +63,14 @@ class EnvironmentReply:
     """The conversation is over and goes to the rubric."""
     state: Any = None
     """Comes back as `transcript.state`; must pickle. None: as it was."""
+    reward: float | None = None
+    """Of the turn that it answers, added to the rollout's reward; None: the task gives this turn none."""
+    role: str = ""
+    """Whose turn that was, in a game or a team: each role has credit of its own. A role's reward is the score of its
+    name, or else that of the whole rollout; and the rewards of its turns."""
+    anew: bool = False
+    """The policy sees `messages` alone from now on, and nothing of what was said before: another player's view, or a
+    summary. `transcript.messages` begin with them. A view that repeats what its player saw and said continues it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

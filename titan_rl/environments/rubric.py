@@ -33,6 +33,8 @@ class Transcript:
     state: Any = None
     """What `Environment.initial_state` made, as tools have left it; or what `respond` or `play` last returned as its
     state. To change it here changes nothing."""
+    tokens: tuple[int, ...] = ()
+    """Sampled in each of these turns, stop tokens included."""
 
     @property
     def answer(self) -> str:
@@ -85,9 +87,9 @@ class Reward(_Weighted):
     def scores(self, returned: object) -> tuple[float, dict[str, float]]:
         """The score that is trained, and all scores by name."""
         if not isinstance(returned, Mapping):
-            number = _number(self, returned)
+            number = number_of(self, returned)
             return number, {self.label: number}
-        parts = {str(name): _number(self, each, f" {name} =") for name, each in returned.items()}
+        parts = {str(name): number_of(self, each, f" {name} =") for name, each in returned.items()}
         key = self.key or (self.label if self.label in parts else "reward")
         if key not in parts:
             raise TaskError(
@@ -180,7 +182,7 @@ class Rubric:
             given = reward.function(example, transcripts)
             values = await given if inspect.isawaitable(given) else given
             try:
-                column = [_number(reward, number) for number in values]
+                column = [number_of(reward, number) for number in values]
             except TypeError:
                 raise TaskError(f"{_described(reward)} returned {values!r}, which is no sequence of numbers") from None
             if len(column) != len(transcripts):
@@ -198,9 +200,9 @@ def _weighted_sum(rewards: Sequence[_Weighted], numbers: Sequence[float]) -> flo
     return _checked(total, f"the weighted sum of {', '.join(reward.label for reward in rewards)} is")
 
 
-def _number(reward: _Weighted, value: object, where: str = "") -> float:
-    """A returned value as a score. `where`: in what was returned, for messages."""
-    what = f"{_described(reward)} returned{where}"
+def number_of(reward: _Weighted | str, value: object, where: str = "") -> float:
+    """A returned value as a score. `where`: in what `reward` returned, for messages. Raises TaskError: it is none."""
+    what = f"{reward if isinstance(reward, str) else _described(reward)} returned{where}"
     if isinstance(value, (str, bytes)):
         raise TaskError(f"{what} {value!r}, which is text and not a number: return float(…) of it")
     try:

@@ -216,7 +216,7 @@ class RolloutCaller(Caller):
         self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...], constraint: str
     ) -> list[GenerationRequest]:
         wanted = [(each, call.sampling(len(each.token_ids), stops, constraint, self._policy)) for each in prompts]
-        return self._trajectory.ask(call.id, wanted, choices=call.choices)
+        return self._trajectory.ask(call.id, wanted, choices=call.choices, role=call.role)
 
     def ignored_options(self, call: CompletionCall) -> Sequence[str]:
         return [*call.drawing, *(["seed"] if call.seed is not None else [])]

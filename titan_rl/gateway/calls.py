@@ -81,6 +81,8 @@ class CompletionCall:
     """None: any."""
     logprobs: bool = False
     """Whether the client wants those of the sampled tokens, with each token's text."""
+    role: str = ""
+    """Whose turn it asks for, of a rollout with several roles."""
     drawing: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the client set and that change how tokens are drawn."""
     answer: AnswerForm | None = None

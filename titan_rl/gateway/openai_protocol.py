@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
+from titan_rl.one_line import sendable
 from titan_rl.types import Message, ToolSpec
 
 MOST_FIELDS = 64
@@ -68,7 +69,6 @@ class Sampling(Strict):
     # Hints: they are about OpenAI's service, or say what the policy does anyway.
     store: bool | None = None
     metadata: dict[str, Any] | None = None
-    user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
@@ -77,6 +77,8 @@ class Sampling(Strict):
     """The policy thinks as it has learned to."""
 
     model: Annotated[str, Field(max_length=1024)]
+    user: Annotated[str, Field(max_length=1024)] | None = None
+    """Of a run's program: the role whose turn this is."""
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -115,6 +117,7 @@ class Sampling(Strict):
             ignore_eos=bool(self.ignore_eos),
             seed=self.seed,
             logprobs=logprobs,
+            role=sendable(self.user or ""),
             drawing=drawing,
         )
 

@@ -24,6 +24,7 @@ from titan_rl.errors import (
 )
 from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient
 from titan_rl.isolation.wire import (
+    GRADING,
     VALUES,
     BadFrame,
     CallKind,
@@ -45,7 +46,7 @@ BLAMED: dict[CallKind, type[TaskError]] = {
 """What a call raises whose code failed; `TaskError` where it is of another kind."""
 MAX_PROCESSES = 4
 """Processes for plain calls, started one by one where calls wait. With fewer, slow calls hold up the others. With one,
-a reward that hangs would block the whole rollout worker for `step_seconds` per rollout. Each costs 5 MiB (`copy`) to
+a reward that hangs would block the whole rollout worker for `grade_seconds` per rollout. Each costs 5 MiB (`copy`) to
 15 MiB."""
 QUICK_SECONDS, QUICK_LIST = 0.001, 16
 """Where calls of a kind take no longer than this, so many of them are one list: handing a call over costs a worker
@@ -57,8 +58,6 @@ PAUSE_SECONDS = 10.0
 """How long no further process is tried after one could not be made, as where there are too many on the host."""
 LONGEST_TRACEBACK = 1 << 16
 """Characters at the end of a traceback of user code that are logged."""
-
-GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +75,6 @@ class _Fork:
     process: ForkedProcess
     concurrent: bool
     """Runs `async def` functions, many at a time."""
-    seconds: float
-    """It may take so long for its next answer."""
     calls: dict[int, _Pending] = field(default_factory=dict)
     """Unanswered ones by number, in the order in which they were sent."""
     since: float = 0.0
@@ -95,6 +92,7 @@ class _Fork:
 class UserCodePool:
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
+        self._shortest = min(setup.step_seconds, setup.grade_seconds)
         self._server: ForkServerClient | None = None
         self._starting = asyncio.Lock()
         self._closed = "not started"
@@ -223,18 +221,24 @@ class UserCodePool:
         fork.calls |= {pending.number: pending for pending in calls}
         fork.process.send(b"".join(pending.frame for pending in calls))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(self._setup.step_seconds, self._kill_late)
+            self._timer = asyncio.get_running_loop().call_later(self._shortest, self._kill_late)
+
+    def _limit(self, fork: _Fork) -> float:
+        """When a fork with calls must have given its next answer."""
+        seconds = [self._setup.seconds(pending.call.kind) for pending in fork.calls.values()]
+        return fork.since + (max(seconds) + SLACK_SECONDS if fork.concurrent else seconds[0])
 
     def _kill_late(self) -> None:
         self._timer = None
         now = asyncio.get_running_loop().time()
         busy = [fork for fork in self._forks if fork.calls and not fork.late]
         for fork in busy:
-            if fork.since + fork.seconds <= now:
+            if self._limit(fork) <= now:
                 fork.late = True
                 fork.process.kill()
-        if limits := [fork.since + fork.seconds for fork in busy if not fork.late]:
-            self._timer = asyncio.get_running_loop().call_at(min(limits), self._kill_late)
+        if limits := [self._limit(fork) for fork in busy if not fork.late]:  # calls that come meanwhile may have less
+            until = min(*limits, now + self._shortest)
+            self._timer = asyncio.get_running_loop().call_at(until, self._kill_late)
 
     async def _start_fork(self, concurrent: bool) -> None:
         """If there can be none, waiting calls are left to the other forks, and no further one is tried for a while;
@@ -253,7 +257,7 @@ class UserCodePool:
             return
         finally:
             del self._forking[concurrent]
-        fork = _Fork(process, concurrent, self._setup.step_seconds + SLACK_SECONDS * concurrent)
+        fork = _Fork(process, concurrent)
         self._forks.append(fork)
         process.on_results = partial(self._receive, fork)
         process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
@@ -311,12 +315,12 @@ class UserCodePool:
             f"its process {how} and returned nothing",
             ActorGone if fork.process.lost_server else InfrastructureFailed,
         )
-        if fork.late:
-            reason, kind = f"did not finish within {self._setup.step_seconds:g} s and was killed", TaskTimeout
-        elif fork.ends:
+        if fork.ends and not fork.late:
             failed = 0
         self._waiting[fork.concurrent][:0] = open_calls[failed:]
-        self._fail(open_calls[:failed], reason, kind)
+        for each in open_calls[:failed]:
+            late = f"{self._setup.late(each.call.kind)} and was killed"
+            self._fail([each], late if fork.late else reason, TaskTimeout if fork.late else kind)
         self._dispatch_soon()
 
     def _value(self, call: UserCall, result: CallResult) -> Any:

@@ -25,7 +25,7 @@ import msgspec
 
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply, right_answer
-from titan_rl.environments.rubric import Rubric, Transcript, is_asynchronous, run_plain
+from titan_rl.environments.rubric import Rubric, Transcript, is_asynchronous, number_of, run_plain
 from titan_rl.environments.tools import Toolbox, ToolError
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import describe, import_name, import_user_module
@@ -40,6 +40,7 @@ from titan_rl.isolation.wire import (
     ExamplePrompt,
     Failure,
     Frames,
+    Reply,
     TaskCheck,
     TaskInfo,
     UserCall,
@@ -64,7 +65,7 @@ class UserCode:
         self._tools = Toolbox(environment.tools())
         if self._tools.of_state and type(environment).initial_state is Environment.initial_state:
             raise ConfigError(f"tool {self._tools.of_state} takes a State, and {setup.name} has no `initial_state`")
-        self._step_seconds = setup.step_seconds
+        self._setup = setup
         self._memory_mib = setup.memory_mib
         asynchronous = {
             CallKind.RESPOND: is_asynchronous(environment.respond),
@@ -132,12 +133,12 @@ class UserCode:
 
     async def _answer_in_time(self, number: int, call: UserCall) -> CallResult:
         task = asyncio.ensure_future(self._answer(number, call))
-        in_time, _ = await asyncio.wait([task], timeout=self._step_seconds)
+        in_time, _ = await asyncio.wait([task], timeout=self._setup.seconds(call.kind))
         if in_time:
             return task.result()
         task.cancel()
         await asyncio.wait([task], timeout=CANCEL_SECONDS)
-        late = f"did not finish within {self._step_seconds:g} s" + ("" if task.done() else ", nor when cancelled")
+        late = self._setup.late(call.kind) + ("" if task.done() else ", nor when cancelled")
         return CallResult(number, failure=Failure(late, late, late + "\n", late=True))
 
     async def _answer(self, number: int, call: UserCall) -> CallResult:
@@ -190,7 +191,7 @@ class UserCode:
         if state is None:  # pickled, so that no rollout changes what the example holds
             state = _pickled(self._environment.initial_state(example), "initial_state")
         unpickled = None if state is None else pickle.loads(state)
-        return Transcript(conversation.messages, conversation.finish_reasons, unpickled)
+        return Transcript(conversation.messages, conversation.finish_reasons, unpickled, conversation.tokens)
 
     async def _call_tool(self, call: ToolCall, state: Any = None) -> Message:
         try:
@@ -246,12 +247,14 @@ def _demonstration(shown: Demonstration) -> DemonstrationMessages:
     return DemonstrationMessages(prompt, messages, has_answer=shown.answer is not None)
 
 
-def _reply(reply: EnvironmentReply) -> tuple[tuple[Message, ...], bool, bytes | None]:
+def _reply(reply: EnvironmentReply) -> Reply:
     if not isinstance(reply, EnvironmentReply):
         raise TaskError(f"respond returned {type(reply).__name__}, expected EnvironmentReply")
     if not reply.done and not reply.messages:
         raise TaskError("respond returned neither messages nor done: the policy would speak to itself")
-    return plain(reply.messages), bool(reply.done), _pickled(reply.state, "respond")
+    reward = None if reply.reward is None else number_of("respond", reply.reward, " the reward")
+    state = _pickled(reply.state, "respond")
+    return Reply(plain(reply.messages), bool(reply.done), state, reward, str(reply.role), bool(reply.anew))
 
 
 def _pickled(state: object, method: str) -> bytes | None:

@@ -152,12 +152,20 @@ class EnvironmentSetup(EnvironmentConfig):
     prompts: int = 0
     """Distinct training prompts to use; 0: the environment's own number."""
 
+    def seconds(self, kind: CallKind) -> float:
+        """Longest time of a call."""
+        return self.grade_seconds if kind in GRADING else self.step_seconds
+
+    def late(self, kind: CallKind) -> str:
+        setting = "grade_seconds" if kind in GRADING else "step_seconds"
+        return f"did not finish within {self.seconds(kind):g} s (environment.{setting})"
+
 
 class CallKind(StrEnum):
     EXAMPLE = "example"
     """→ `ExamplePrompt`."""
     RESPOND = "respond"
-    """→ (messages, done, pickled state)."""
+    """→ `Reply`."""
     CALL_TOOLS = "tool calls"
     """→ one message of role "tool" per tool call of the last message."""
     SCORE = "score"
@@ -170,6 +178,10 @@ class CallKind(StrEnum):
     """→ `DemonstrationMessages`. `prompt_index` is the demonstration's number."""
     PLAY = "play"
     """→ the program's pickled state; None if it returned None."""
+
+
+GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
+"""Calls that `environment.grade_seconds` bounds; `step_seconds` bounds the others, but for `PLAY`."""
 
 
 class TaskInfo(NamedTuple):
@@ -197,6 +209,21 @@ class ExamplePrompt(NamedTuple):
     """Its reference answer as text, for display."""
 
 
+Number = Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
+
+
+class Reply(NamedTuple):
+    """An `EnvironmentReply`."""
+
+    messages: tuple[Message, ...]
+    done: bool
+    state: bytes | None
+    """Pickled."""
+    reward: Number | None
+    role: str
+    anew: bool
+
+
 class DemonstrationMessages(NamedTuple):
     prompt: tuple[Message, ...]
     messages: tuple[Message, ...]
@@ -221,6 +248,8 @@ class Conversation(NamedTuple):
     finish_reasons: tuple[FinishReason, ...] = ()
     state: bytes | None = None
     """Pickled by the process that made it."""
+    tokens: tuple[int, ...] = ()
+    """Sampled in each turn."""
 
 
 class UserCall(NamedTuple):
@@ -266,11 +295,11 @@ class CallResult(NamedTuple):
     """Its memory was used up, and the process ends after it. What else it was sent can be asked of another one."""
 
 
-_Score = tuple[Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)], dict[str, float]]
+_Score = tuple[Number, dict[str, float]]
 
 VALUES = {
     CallKind.EXAMPLE: reader(ExamplePrompt),
-    CallKind.RESPOND: reader(tuple[tuple[Message, ...], bool, bytes | None]),
+    CallKind.RESPOND: reader(Reply),
     CallKind.CALL_TOOLS: reader(tuple[tuple[Message, ...], bytes | None]),
     CallKind.SCORE: reader(_Score),
     CallKind.SCORE_GROUP: reader(tuple[_Score, ...]),

@@ -56,6 +56,9 @@ class TurnRecord(msgspec.Struct, frozen=True):
     """Why the engine's completion ended."""
     tokens: int = 0
     """Sampled ones."""
+    role: str = ""
+    reward: float | None = None
+    """That the task gave for it."""
 
 
 class BranchRecord(msgspec.Struct, frozen=True):

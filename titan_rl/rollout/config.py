@@ -16,9 +16,12 @@ class EnvironmentConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Constructor arguments of the environment class."""
     step_seconds: Positive = 30.0
-    """Longest time user code may take for one step or one reward, per rollout, and a program that plays one between two
-    calls; past it the process is killed and the rollout reported as failed. Calls that take long run side by side, in
-    up to 4 processes of a worker."""
+    """Longest time user code may take for one step of a rollout, or to make an example; past it the process is killed
+    and the rollout reported as failed. Calls that take long run side by side, in up to 4 processes of a worker."""
+    grade_seconds: Positive = 30.0
+    """The same for its reward, for a group reward, and for the function that gives a group credit."""
+    program_seconds: Positive = 30.0
+    """The same for a program that plays: between two calls, with none open."""
     start_seconds: Positive = 300.0
     """Longest time the import and the construction of the environment may take, data sets included."""
     variables: tuple[str, ...] = ()
@@ -111,7 +114,7 @@ class RolloutConfig:
     `sampling.max_new_tokens` in each turn."""
     seconds: NotNegative = 0.0
     """Longest time one rollout may take, waiting for engines included; then it is stopped and reported as failed. 0: no
-    bound of its own; each step of user code has `environment.step_seconds`, and engines are watched for progress."""
+    bound of its own; user code has those of `environment`, and engines are watched for progress."""
     on_error: Literal["train_rest", "fail_group"] = "train_rest"
     """What becomes of a group in which a rollout failed: "train_rest" trains the others, compared among themselves;
     "fail_group" trains none, and the next prompt's group takes its place."""

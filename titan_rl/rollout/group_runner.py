@@ -26,7 +26,7 @@ from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.policy.algorithms import short_names
-from titan_rl.policy.algorithms.base import GradedRollout, GradedTurn, credit_per_turn
+from titan_rl.policy.algorithms.base import GradedRollout, GradedTurn, credit_by_role
 from titan_rl.rollout.report import GroupResult, failure_of, unplayed_rollouts, with_numbers
 from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rollouter, RolloutGateway
 from titan_rl.rollout.samples import demonstration_sample, training_samples
@@ -96,7 +96,7 @@ class GroupRunner:
         if info.plays and programs:
             if sessions is None:
                 raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
-            self.programs = Programs(self.pool, sessions, idle_seconds=self.setup.step_seconds)
+            self.programs = Programs(self.pool, sessions, idle_seconds=self.setup.program_seconds)
             self._free = asyncio.Semaphore(self._rollout.agents.at_once)
         self.info = info
         return info
@@ -230,20 +230,25 @@ class GroupRunner:
                 reward=rollout.reward,
                 parts=rollout.reward_parts,
                 turns=tuple(
-                    GradedTurn(tokens=len(turn.completion.token_ids), prompt=turn.prompt_token_ids)
+                    GradedTurn(
+                        tokens=len(turn.completion.token_ids),
+                        prompt=turn.prompt_token_ids,
+                        reward=turn.reward or 0.0,
+                        role=turn.role,
+                    )
                     for turn in trajectory.turns
                 ),
             )
             for rollout, trajectory in graded
         ]
-        setting, seconds = f"rollout.advantage.name {self._rollout.advantage.name}", self.setup.step_seconds
-        credit = asyncio.to_thread(self._advantages, group, **self._rollout.advantage.kwargs)
+        setting, seconds = f"rollout.advantage.name {self._rollout.advantage.name}", self.setup.grade_seconds
+        credit = asyncio.to_thread(credit_by_role, group, self._advantages, **self._rollout.advantage.kwargs)
         try:
             with user_code(setting):
-                per_turn = credit_per_turn(group, await asyncio.wait_for(credit, seconds))
+                per_turn = await asyncio.wait_for(credit, seconds)
         except ConfigError as error:
             if isinstance(error.__cause__, TimeoutError):
-                raise ConfigError(f"{setting} was not done within {seconds:g} s (environment.step_seconds)") from error
+                raise ConfigError(f"{setting} was not done within {seconds:g} s (environment.grade_seconds)") from error
             raise
         for (_, trajectory), advantages in zip(graded, per_turn, strict=True):
             for turn, advantage in zip(trajectory.turns, advantages, strict=True):

@@ -103,6 +103,8 @@ class GroupResult:
                     generator=turn.completion.generator,
                     finish=turn.completion.finish_reason.value,
                     tokens=len(turn.completion.token_ids),
+                    role=turn.role,
+                    reward=turn.reward,
                 )
                 for turn in trajectory.turns
             ],

@@ -34,12 +34,13 @@ from titan_rl.errors import (
     TitanError,
 )
 from titan_rl.isolation.pool import UserCodePool
-from titan_rl.isolation.wire import CallKind, Conversation, TaskInfo, UserCall
+from titan_rl.isolation.wire import CallKind, Conversation, Reply, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import ended, failure_of
 from titan_rl.rollout.samples import Turn, check
-from titan_rl.rollout.trajectory import UNBOUNDED, Prompt, RolloutRequest, Trajectory
+from titan_rl.rollout.trajectory import UNBOUNDED, Prompt, RolloutRequest, Trajectory, extends
 from titan_rl.types import (
+    EXACT_MATCH,
     Completion,
     Endpoint,
     FinishReason,
@@ -51,6 +52,9 @@ from titan_rl.types import (
 )
 
 Generate = Callable[[GenerationRequest], Awaitable[Completion]]
+
+TURNS = "turns"
+"""Name of the score that is the sum of the turns' rewards."""
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +181,7 @@ class OpenRollout:
         self._pool = pool
         self._programs = programs
         self._state: bytes | None = None
+        self._answered = 0  # turns that the environment has answered
 
     @property
     def messages(self) -> list[Message]:
@@ -206,11 +211,22 @@ class OpenRollout:
         return self.trajectory.refused or StopReason.DONE
 
     async def respond(self) -> EnvironmentReply:
-        """The environment's answer to the conversation so far. Keeps the environment's new state. Raises TaskError if
-        user code failed."""
-        added, done, state = await self._call(CallKind.RESPOND)
-        self._state = self._state if state is None else state
-        return EnvironmentReply(messages=added, done=done)
+        """The environment's answer to the conversation so far, whose messages the caller adds. Keeps the environment's
+        new state, and the reward and the role of the turn; where a conversation begins anew, the messages so far are
+        put aside. Raises TaskError if user code failed."""
+        reply: Reply = await self._call(CallKind.RESPOND)
+        self._state = self._state if reply.state is None else reply.state
+        turns = self.trajectory.turns[self._answered :]
+        self._answered += len(turns)
+        for turn in turns:  # all but the last called tools
+            turn.role = reply.role
+        for turn in turns[-1:]:
+            turn.reward = reply.reward
+        if reply.anew and not reply.done:
+            sides = self.trajectory.side_conversations
+            sides[:] = [*(each for each in sides if not extends(self.messages, each)), tuple(self.messages)]
+            self.messages = []
+        return EnvironmentReply(messages=reply.messages, done=reply.done, reward=reply.reward, role=reply.role)
 
     async def call_tools(self) -> Sequence[Message]:
         """The answers to the tool calls of the last message. Keeps the state that they left. Raises TaskError if a tool
@@ -219,9 +235,12 @@ class OpenRollout:
         return answers
 
     async def score(self) -> Score:
-        """The rubric's score of the conversation. Raises TaskError if user code failed."""
+        """The rubric's score of the conversation, with the turns' rewards. Raises TaskError if user code failed."""
         self.scored = self._conversation()
-        return Score(*await self._call(CallKind.SCORE))
+        reward, parts = await self._call(CallKind.SCORE)
+        if turns := [turn.reward for turn in self.trajectory.turns if turn.reward is not None]:
+            parts = {EXACT_MATCH: float(reward >= 1.0)} | parts | {TURNS: sum(turns)}
+        return Score(reward + sum(turns), parts)
 
     def ended(self, reason: StopReason, *, score: Score | None = None, error: str = "") -> RolloutRecord:
         """The record of the finished rollout: how it ended."""
@@ -235,7 +254,9 @@ class OpenRollout:
         return ended(request.group, request.sample, **failure_of(error))
 
     def _conversation(self) -> Conversation:
-        return Conversation(tuple(self.messages), tuple(self.trajectory.finish_reasons), self._state)
+        turns = self.trajectory.graded_last
+        reasons, tokens = (turn.finish_reason for turn in turns), (len(turn.completion.token_ids) for turn in turns)
+        return Conversation(tuple(self.messages), tuple(reasons), self._state, tuple(tokens))
 
     async def _call(self, kind: CallKind) -> Any:
         group = self.trajectory.request.group
@@ -316,7 +337,8 @@ class Programs:
                 return program.result()
             if idle.done():
                 idle.result()
-                raise TaskTimeout(f"its program neither asked nor returned for {self._idle_seconds:g} s and was ended")
+                seconds = f"{self._idle_seconds:g} s (environment.program_seconds)"
+                raise TaskTimeout(f"its program neither asked nor returned for {seconds} and was ended")
             return None
         finally:
             for each in (program, idle, left):

@@ -62,6 +62,10 @@ class Turn:
     not count, because programs make them on purpose. Of several choices of one prompt only the first counts."""
     advantage: float | np.ndarray = 0.0
     """Of its sampled tokens, or of each [n]; known once the group is."""
+    role: str = ""
+    """Whose turn it is, as the task or the program says."""
+    reward: float | None = None
+    """That the task gave for it."""
 
 
 def check(completion: Completion) -> None:

@@ -95,6 +95,7 @@ class _Open(NamedTuple):
     tokens: int
     """Tokens that it may sample."""
     seed: int
+    role: str
 
 
 class Trajectory:
@@ -112,8 +113,8 @@ class Trajectory:
         """The conversation that is graded. Whoever plays the rollout extends it; of a closed session it is that of the
         last answered call, with its answer."""
         self.side_conversations: list[tuple[Message, ...]] = []
-        """Of a closed session the other ones, for people to read: before an edit of the history, of a sub-agent, with
-        another choice."""
+        """The other ones, for people to read: before an edit of the history, of a sub-agent, with another choice. Of a
+        session they are known when it is closed."""
         self.refused: StopReason | None = None
         """The limit that first refused a call; None if none did."""
         self.failure = ""
@@ -153,11 +154,13 @@ class Trajectory:
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
-        """Of the turns, in their order, but that of the turn with which the graded conversation ends is the last."""
-        turns = self.turns
-        if len(turns) > 1:
-            turns = sorted(turns, key=lambda turn: turn is self._graded)
-        return [turn.finish_reason for turn in turns]
+        """Of the turns, as `graded_last` has them."""
+        return [turn.finish_reason for turn in self.graded_last]
+
+    @property
+    def graded_last(self) -> list[Turn]:
+        """The turns, but that with which the graded conversation ends is the last."""
+        return sorted(self.turns, key=lambda turn: turn is self._graded) if len(self.turns) > 1 else self.turns
 
     def prompt_of_chat(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Prompt:
         """The prompt of a conversation. It extends the tokens sampled before if that can be proven; if not, it is
@@ -181,7 +184,7 @@ class Trajectory:
         return Prompt(token_ids=np.asarray(token_ids, dtype=np.int32), messages=(text,))
 
     def ask(
-        self, call_id: str, prompts: Sequence[tuple[Prompt, SamplingParams]], *, choices: int
+        self, call_id: str, prompts: Sequence[tuple[Prompt, SamplingParams]], *, choices: int, role: str = ""
     ) -> list[GenerationRequest]:
         """The generation requests of a call: the choices of the first prompt, then those of the second, …
 
@@ -190,6 +193,7 @@ class Trajectory:
             prompts: each with the program's sampling options, of which only `max_new_tokens`, `stop_token_ids` and
                 `constraint` are used.
             choices: number of choices per prompt.
+            role: whose turns they are.
 
         Raises:
             RolloutOver: too few turns or tokens are left, or the session was closed.
@@ -225,7 +229,7 @@ class Trajectory:
                     prompt.token_digests[sampling] = digest
                 requests.append(request)
                 equal_prompts[digest] = repeat + 1
-                open_choices[request.request_id] = _Open(prompt, number, sampling.max_new_tokens, request.seed)
+                open_choices[request.request_id] = _Open(prompt, number, sampling.max_new_tokens, request.seed, role)
         self.requested, self._equal_prompts = self.requested + len(requests), equal_prompts
         self._open.update(open_choices)
         return requests
@@ -253,7 +257,7 @@ class Trajectory:
         """
         if self.over:
             raise RolloutOver("the rollout has ended")
-        prompt, number, _, seed = self._open.pop(completion.request_id)
+        prompt, number, _, seed, role = self._open.pop(completion.request_id)
         self._sampled += len(completion.token_ids)
         turn = Turn(
             prompt_token_ids=prompt.token_ids,
@@ -262,6 +266,7 @@ class Trajectory:
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             seed=seed,
             rendered_anew=prompt.rendered_anew and prompt not in self._rendered_anew,
+            role=role,
         )
         self.turns.append(turn)
         self._rendered_anew.add(prompt)

@@ -123,7 +123,9 @@ class _Speaker:
 async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
     """Look at the task of `config`. Raises ConfigError or TaskError where it cannot be made."""
     speaker = _Speaker("0", 1)
-    config = replace(config, rollout=replace(config.rollout, seconds=config.environment.step_seconds))
+    task = config.environment
+    longest = max(task.step_seconds, task.grade_seconds, task.program_seconds)
+    config = replace(config, rollout=replace(config.rollout, seconds=longest))
     async with message_player(config, imports, speaker.next_message) as player:
         found = Survey(info=player.info)
         call = UserCall(CallKind.CHECK, Purpose.TRAIN, LOOKED_AT)

@@ -56,8 +56,6 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]
     else:
         return [ConfigWarning(warning)] if warning else []
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
-    if "did not finish within" in sentence:
-        sentence += "; environment.step_seconds is the time that each call may take"
     for withheld in os.environ.keys() - passed_on(os.environ, config.environment.variables).keys():
         if len(withheld) > 2 and re.search(rf"\b{re.escape(withheld)}\b", sentence):
             sentence += f"; user code sees the variable {withheld} only if environment.variables names it"

@@ -6,6 +6,8 @@
 - Each file beside this one is an algorithm, by the name of the file. A file of yours is one too:
   `--trainer.loss.name mine.py:loss`, `--rollout.advantage.name mine.py:advantages`. Keyword arguments come from
   `trainer.loss.kwargs` and `rollout.advantage.kwargs`.
+- Credit is given to each role by itself (`credit_by_role`): in a game a function sees one player's turns and reward at
+  a time. A task without roles has one.
 - A loss returns what to maximise [N] per trained token, and where it removed or bounded a gradient [N] bool. It must
   not divide by a number of tokens or samples: the step's sum is divided once, by a number that is known before the
   first micro-batch (`AGGREGATIONS`). So a gradient does not depend on how samples are packed, or spread over ranks. All
@@ -18,7 +20,7 @@ Importing this module, or a file beside it, does not load torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +123,10 @@ class GradedTurn:
     tokens: int
     """Sampled ones."""
     prompt: np.ndarray  # [T] int32, the tokens that it answered
+    reward: float = 0.0
+    """That the task gave for this turn."""
+    role: str = ""
+    """Whose turn it is, in a game or a team."""
 
     @property
     def state(self) -> bytes:
@@ -133,6 +139,7 @@ class GradedRollout:
     """A rollout that was played to its end and graded; those that failed are not in a group that credit is given to."""
 
     reward: float
+    """Of the whole rollout, the rewards of its turns included."""
     parts: Mapping[str, float]
     """Every score by name, unweighted, those of weight 0 too."""
     turns: tuple[GradedTurn, ...]
@@ -140,6 +147,17 @@ class GradedRollout:
     @property
     def tokens(self) -> int:
         return sum(turn.tokens for turn in self.turns)
+
+    @property
+    def grade(self) -> float:
+        """The reward without those of the turns."""
+        return self.reward - sum(turn.reward for turn in self.turns)
+
+    def of(self, role: str) -> GradedRollout:
+        """What one role played and got: the score of its name, or else the grade, and the rewards of its turns."""
+        turns = tuple(turn for turn in self.turns if turn.role == role)
+        reward = self.parts.get(role, self.grade) + sum(turn.reward for turn in turns)
+        return replace(self, reward=reward, turns=turns)
 
 
 Credit = float | Sequence[float | np.ndarray]
@@ -169,9 +187,37 @@ def credit_per_turn(group: Sequence[GradedRollout], credit: Sequence[Credit]) ->
     return found
 
 
+def credit_by_role(
+    group: Sequence[GradedRollout], advantages: Callable[..., Sequence[Credit]], **kwargs: Any
+) -> list[list[float | np.ndarray]]:
+    """The credit of every turn, for which `advantages` sees one role at a time: its turns, with its reward. Where some
+    rollouts have a score of the role, those in which it neither has one nor had a turn are left out."""
+    roles = dict.fromkeys(turn.role for rollout in group for turn in rollout.turns)
+    if not any(roles):
+        return credit_per_turn(group, advantages(group, **kwargs))
+    found: list[list[float | np.ndarray]] = [[0.0] * len(rollout.turns) for rollout in group]
+    for role in roles:
+        places = [[place for place, turn in enumerate(rollout.turns) if turn.role == role] for rollout in group]
+        scored = any(role in rollout.parts for rollout in group)
+        members = [n for n, rollout in enumerate(group) if places[n] or role in rollout.parts or not scored]
+        parts = [group[n].of(role) for n in members]
+        for n, credit in zip(members, credit_per_turn(parts, advantages(parts, **kwargs)), strict=True):
+            for place, each in zip(places[n], credit, strict=True):
+                found[n][place] = each
+    return found
+
+
 def rewards_of(group: Sequence[GradedRollout]) -> np.ndarray:
     """[n] float64."""
     return np.array([rollout.reward for rollout in group], dtype=np.float64)
+
+
+def discounted_sums(rewards: Sequence[float], gamma: float) -> list[float]:
+    """Of each turn: its reward and those of later ones, each less by a factor gamma per turn in between."""
+    found: list[float] = []
+    for reward in reversed(rewards):
+        found.append(reward + gamma * found[-1] if found else reward)
+    return found[::-1]
 
 
 def above_mean(values: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
