@@ -55,9 +55,9 @@ seconds, and what remains for rewards is what nobody demonstrates."""
 RIGHT = 0.9
 """Of the best reward that was seen: what an answer gets that counts as right."""
 TAUGHT: dict[str, tuple[int | float, str]] = {
-    "steps": (2_000, "differences of numbers need nearly all of them"),
+    "steps": (2_000, "at most: few tasks need them all"),
     "batch": (64, "demonstrations in each"),
-    "enough_loss": (0.002, "nats: when that is reached, they have been learned"),
+    "enough_loss": (0.002, "nats: it ends as soon as that is reached"),
 }
 """Of the warm-up."""
 TAUGHT_LOOP = 250

@@ -27,6 +27,8 @@ MOST_SYMBOLS = 100
 """Characters in the wanted answers; a task with more has no alphabet to speak of."""
 LEAST_GAIN = 0.02
 """Of held-out exact match; a smaller change counts as none."""
+MOSTLY_RIGHT = 0.5
+"""Held-out exact match of a policy that has learned what its reward is for."""
 APART = 0.15
 """Of a reward; a smaller difference of training and evaluation counts as none."""
 FEWEST_CORRELATED, CORRELATED = 30, 0.8
@@ -229,14 +231,14 @@ def _pays_for_something_else(run: Run) -> Iterator[Finding]:
     graded = [each for each in run.rollouts if each.purpose is Purpose.TRAIN and not each.error]
     rewards, lengths = [each.reward for each in graded], [float(each.sampled_tokens) for each in graded]
     scores = run.values(SCORES[0])
-    learned = len(scores) > 1 and scores[-1] - scores[0] > LEAST_GAIN
+    learned = bool(scores) and (scores[-1] >= MOSTLY_RIGHT or scores[-1] - scores[0] > LEAST_GAIN)
     change = change_of(run.values(SCORES[-1]))
     if learned or not change:
         return
     varied = len(graded) >= FEWEST_CORRELATED and len(set(rewards)) > 1 and len(set(lengths)) > 1
     if varied and abs(pays := correlation(lengths, rewards)) > CORRELATED:
         which = "Longer" if pays > 0 else "Shorter"
-        text = f"{which} answers get more reward (correlation {pays:.2f}), and no held-out answer is right for it."
+        text = f"{which} answers get more reward (correlation {pays:.2f}), and held-out answers are not right for it."
     elif change[2] and change[1] > change[0] + APART and len(scores) > 1:
         text = f"Mean reward rose from {change[0]:.2f} to {change[1]:.2f}, held-out exact match not."
     else:
@@ -274,6 +276,8 @@ def _dead_symbols(run: Run) -> Iterator[Finding]:
         return
     written = {symbol for rollout in late for symbol in rollout.answer}
     best = max(rollout.reward for rollout in late)
+    if any(rollout.reward == best > 0 and rollout.wanted not in rollout.answer for rollout in late):
+        return  # what is wanted is described, and not what a right answer says
     for symbol, rollouts in sorted(wanting.items()):
         if len(rollouts) < FEWEST_WANTED or symbol.isspace():
             continue

@@ -58,7 +58,8 @@ class Constraints:
         with self._lock:
             if self._manager.backend is None:
                 config = self._manager.vllm_config
-                self._manager.tokenizer = tokenizer = AutoTokenizer.from_pretrained(self._model_path)
+                tokenizer: Any = AutoTokenizer.from_pretrained(self._model_path)
+                self._manager.tokenizer = tokenizer
                 self._manager.backend = XgrammarBackend(
                     config, tokenizer=tokenizer, vocab_size=config.model_config.get_vocab_size()
                 )

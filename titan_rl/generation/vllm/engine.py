@@ -164,7 +164,8 @@ class VllmEngine(Engine):
             block_hasher=self._block_hasher,
         )
         if request.sampling.constraint:
-            self._constraints.begin(added, added.prompt_token_ids[len(added.prompt_token_ids) - request.sampled :])
+            end = len(request.prompt_token_ids)
+            self._constraints.begin(added, request.prompt_token_ids[end - request.sampled :].tolist())
         self._requests[request.request_id], self._prefills[request.request_id] = added, added.prefill_stats
         self._scheduler.add_request(added)
         self._begin(request)
