@@ -27,6 +27,7 @@ REFS = st.builds(
     offset=st.integers(0, 2**40),
     checksum=st.integers(0, 2**64 - 1),
     advantage=st.floats(),
+    support_bytes=st.integers(0, 2**40),
 )
 
 
