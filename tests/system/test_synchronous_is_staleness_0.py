@@ -118,8 +118,8 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
         recorded = [each.step for each in read_records(directory / ROLLOUTS) if "best" in each.kept]
         assert recorded == [*range(1, config.loop.steps + 1)]
         await loop.end(failed=False)
-        weights, admitted = await weights_of(system, directory), loop.ledger.buffer.counts.admitted
-        return Outcome(steps[:], *weights, admitted, evaluations[-1].exact_match)
+        trained, admitted = steps[:], loop.ledger.buffer.counts.admitted
+        return Outcome(trained, *await weights_of(system, directory), admitted, evaluations[-1].exact_match)
 
 
 async def weights_of(system: System, directory: Path) -> tuple[bytes, bytes]:

@@ -62,7 +62,7 @@ class TextTask(Environment):
     def draw(self, stream: random.Random) -> str:
         return "".join(stream.choices(self.symbols, k=self.length))
 
-    def every(self) -> Iterable[str]:
+    def all_texts(self) -> Iterable[str]:
         """All texts. Asked for where there are few."""
         return map("".join, product(self.symbols, repeat=self.length))
 
@@ -81,7 +81,7 @@ class TextTask(Environment):
         stream = random.Random(derive_seed(f"{self.name} held out", *self._key))
         possible = len(self.symbols) ** self.length
         if possible <= _ENUMERABLE:
-            texts = list(filter(is_held_out, self.every()))
+            texts = list(filter(is_held_out, self.all_texts()))
             texts = stream.sample(texts, count) if len(texts) > count else texts
             return list(map(self.asked, texts))
         drawn: dict[str, None] = {}  # a dict keeps the order of drawing

@@ -82,7 +82,7 @@ class ToolSum(TextTask):
     def draw(self, stream: random.Random) -> str:
         return f"{stream.randint(SMALLEST, LARGEST)}+{stream.randint(SMALLEST, LARGEST)}"
 
-    def every(self) -> Iterator[str]:
+    def all_texts(self) -> Iterator[str]:
         numbers = range(SMALLEST, LARGEST + 1)
         return (f"{first}+{second}" for first in numbers for second in numbers)
 

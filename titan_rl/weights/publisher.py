@@ -90,6 +90,7 @@ class SharedMemoryPublisher:
         self._live: dict[PolicyVersion, int] = {}  # version -> slot
         self._layout: Manifest | None = None  # where everything lies; fingerprints are 0
         self._layout_of: object = None
+        self._closed = False
 
     def publish(
         self,
@@ -148,7 +149,8 @@ class SharedMemoryPublisher:
         del self._live[version]
 
     def close(self) -> None:
-        """Remove the files. Nothing may be published after that. Mappings of readers stay valid."""
+        """Remove the files; nothing can be published any more. Mappings of readers stay valid."""
+        self._closed = True
         self._live.clear()
         self._mapped.clear()
         if self._is_first:
@@ -166,6 +168,8 @@ class SharedMemoryPublisher:
         return mapped
 
     def _free_slot(self, version: PolicyVersion) -> int:
+        if self._closed:
+            raise WeightsError("the publisher is closed")
         if version in self._live:
             raise WeightsError("this version is published already")
         used = set(self._live.values())

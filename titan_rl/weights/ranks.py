@@ -41,7 +41,7 @@ class Ranks:
         """Whether the flag is up on any rank."""
         flags = torch.tensor([flag], dtype=torch.int64)
         self.maximum(flags)
-        return bool(flags)
+        return bool(flags.tolist()[0])
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, by rank. Pickles; not for tensors."""
