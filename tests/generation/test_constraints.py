@@ -28,7 +28,8 @@ def check_calls(found: dict[str, Any], samples: int) -> None:
     for calls in found["calls"]:
         (call,) = calls
         assert (call["name"], call["problem"]) == ("look", "")
-        assert call["arguments"].keys() == {"place", "count"}
+        assert call["arguments"].keys() == {"place", "count", "why"}
+        assert isinstance(call["arguments"]["why"], str)
         assert call["arguments"]["place"] in ("here", "there")
         assert 0 <= call["arguments"]["count"] <= 99
 
@@ -49,10 +50,14 @@ def test_an_answer_that_goes_on_elsewhere_is_the_same(found: dict[str, Any]) -> 
 
 
 def test_a_constraint_that_cannot_be_kept_is_refused(found: dict[str, Any]) -> None:
-    first, second, third = found["refused"]
-    assert "cannot be compiled" in first
-    assert "cannot be compiled" in second
-    assert "needs a stop token" in third
+    words = ("cannot be compiled", "cannot be compiled", "needs a stop token", "40000 characters", "would be ignored")
+    assert len(found["refused"]) == len(words)
+    for word, sentence in zip(words, found["refused"], strict=True):
+        assert word in sentence
+
+
+def test_where_nothing_is_possible_an_answer_ends(found: dict[str, Any]) -> None:
+    assert found["closed"] == (True, 1)
 
 
 @pytest.mark.acceptance

@@ -18,8 +18,12 @@ from titan_rl.types import Completion, FinishReason, GenerationRequest, Message,
 
 PARAMETERS = {
     "type": "object",
-    "properties": {"place": {"enum": ["here", "there"]}, "count": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["place", "count"],
+    "properties": {
+        "place": {"enum": ["here", "there"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        "why": {"type": "string", "maxLength": 8},
+    },
+    "required": ["place", "count", "why"],
     "additionalProperties": False,
 }
 TOOLS = (ToolSpec("look", "Looks.", PARAMETERS), ToolSpec("wait", "Waits.", {}))
@@ -73,8 +77,15 @@ def everything(model: str, samples: int) -> dict[str, Any]:
     engine.add(rest)
     goes_on = [*part.token_ids.tolist(), *finish(engine)["rest"].token_ids.tolist()]
 
+    nothing = {"type": "json_schema", "json_schema": {"$ref": "#"}}  # no value is of this schema
+    closed = json.dumps({"type": "structural_tag", "format": nothing})
+    engine.add(request("closed", replace(free, constraint=closed, support=True), 0))
+    ended = finish(engine)["closed"]
+
     refused = []
-    for constraint, stops in (("{", (1,)), (json.dumps({"type": "structural_tag", "format": {}}), (1,)), ("x", ())):
+    odd = {"type": "json_schema", "json_schema": {"type": "integer", "multipleOf": 5}}
+    cases = [("{", (1,)), (json.dumps({"type": "structural_tag", "format": {}}), (1,)), ("x", ()), ("x" * 40_000, (1,))]
+    for constraint, stops in (*cases, (json.dumps({"type": "structural_tag", "format": odd}), (1,))):
         try:
             engine.validate(request("bad", replace(free, constraint=constraint, stop_token_ids=stops), 0))
         except RequestError as error:
@@ -89,5 +100,6 @@ def everything(model: str, samples: int) -> dict[str, Any]:
         "whole": whole.token_ids.tolist(),
         "goes on": goes_on,
         "refused": refused,
+        "closed": (ended.finish_reason is FinishReason.STOP, len(ended.token_ids)),
         "tokens": tokens,
     }

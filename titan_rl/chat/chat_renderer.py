@@ -96,6 +96,8 @@ class ChatRenderer:
         return said
 
     def constraint(self, form: AnswerForm) -> str:
+        if self._name not in CALL_TOKENS and not form.must_call and form.schema is None:
+            return ""  # `strict` and `parallel_tool_calls` are hints then
         if self._name not in CALL_TOKENS and (form.tools or self._may_think):
             raise TaskError(f"answers cannot be constrained in the chat format {self._name!r}")
         formats: list[Any] = []
@@ -105,21 +107,25 @@ class ChatRenderer:
             formats.append(self._calls(form, text=not (formats or form.must_call)))
         answer = {"type": "or", "elements": formats} if len(formats) > 1 else formats[0]
         if self._may_think:
-            thought = {"type": "any_tokens", "exclude_tokens": [*THINK_TOKENS, *self.stop_token_ids]}
-            thinking = _sequence(_between(THINK_TOKENS, thought), _text("\n\n"))
+            marks = self._ids(THINK_TOKENS)
+            thought = {"type": "any_tokens", "exclude_tokens": [*marks, *self.stop_token_ids]}
+            thinking = _sequence(_between(marks, thought), _text("\n\n"))
             answer = _sequence({"type": "optional", "content": thinking}, answer)
         return json.dumps({"type": "structural_tag", "format": answer})
+
+    def _ids(self, tokens: Sequence[str]) -> list[int]:
+        return list(self._tokenizer.convert_tokens_to_ids(tokens))
 
     def _calls(self, form: AnswerForm, *, text: bool) -> dict[str, Any]:
         """At least one call, or with `text` any text and calls. Their marks are single tokens: spelled by others they
         would be read as text."""
-        marks = CALL_TOKENS[self._name]
+        marks = self._ids(CALL_TOKENS[self._name])
         tags = [
             _between(
                 marks,
                 _sequence(
                     _text(f'\n{{"name": {json.dumps(tool.name)}, "arguments": '),
-                    _json(tool.parameters or {"type": "object"}),
+                    _json({"type": "object"} | tool.parameters),
                     _text("}\n"),
                 ),
             )
@@ -128,7 +134,7 @@ class ChatRenderer:
         calls = {"tags": tags, "at_least_one": not text, "stop_after_first": not form.parallel}
         if not text:
             return {"type": "tags_with_separator", "separator": "\n", **calls}
-        excluded = [*THINK_TOKENS, *self.stop_token_ids]
+        excluded = [*self._ids(THINK_TOKENS), *self.stop_token_ids]
         return {"type": "token_triggered_tags", "trigger_tokens": marks[:1], "exclude_tokens": excluded, **calls}
 
     def _render(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> list[int]:
@@ -195,7 +201,7 @@ def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
     return {"type": "sequence", "elements": elements}
 
 
-def _between(marks: tuple[str, str], content: dict[str, Any]) -> dict[str, Any]:
+def _between(marks: Sequence[int], content: dict[str, Any]) -> dict[str, Any]:
     begin, end = ({"type": "token", "token": mark} for mark in marks)
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 

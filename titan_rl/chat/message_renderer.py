@@ -44,7 +44,9 @@ class MessageRenderer:
         return [self._id(message), END]
 
     def constraint(self, form: AnswerForm) -> str:
-        raise TaskError("a turn that stands for a whole message cannot be constrained")
+        if form.must_call or form.schema is not None:
+            raise TaskError("a turn that stands for a whole message cannot be constrained")
+        return ""
 
     def encode(self, text: str) -> list[int]:
         return [self._id(Message("user", text))]

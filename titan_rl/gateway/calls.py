@@ -104,7 +104,7 @@ class CompletionCall:
         """Tokens at which the engine itself ends a completion: also of each stop text that is one token. Other stop
         texts are looked for in what was sampled."""
         stops = [*(() if self.ignore_eos else renderer.stop_token_ids), *self.stop_token_ids]
-        for text in self.stop:
+        for text in self.stop if self.answer is None else ():  # a constraint may be closed only by the policy's own
             try:
                 tokens = renderer.encode(text)
             except TaskError:  # the policy cannot write it either, so it will never stop there

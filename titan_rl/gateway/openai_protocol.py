@@ -291,7 +291,7 @@ class ChatCompletionRequest(Sampling):
             case PlainFormat(type="json_object"):
                 schema = {"type": "object"}
         strict = any(tool.function.strict for tool in self.tools or ()) or self.parallel_tool_calls is False
-        if schema is None and not (tools and (strict or must_call or len(names) < len(tools))):
+        if schema is None and not (tools and (strict or must_call or len({*names}) < len(tools))):
             return None
         callable_ = [tool for tool in tools if tool.name in names]
         return AnswerForm(schema, callable_, parallel=self.parallel_tool_calls is not False, must_call=must_call)

@@ -180,8 +180,13 @@ class ForkServerClient(asyncio.Protocol):
                 if self.gone:
                     fork.transport.abort()
                     raise ActorGone(f"the process that it is forked from {self._ending()}")
-                with contextlib.suppress(ConnectionError):  # the fork server has ended, which its pidfd tells
+                try:
                     socket.send_fds(self._sockets, [b"\0"], [theirs.fileno()])
+                except ConnectionError:
+                    pass  # the fork server has ended, which its pidfd tells
+                except OSError as error:  # it does not read, and hundreds wait
+                    fork.transport.abort()
+                    raise InfrastructureFailed(f"no process can be made for it: {error}") from error
             self._forks[number] = fork
             self._transport.write(pack_order(Fork(number)))
             self._kill_unless(fork.started.is_set)

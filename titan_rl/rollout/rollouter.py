@@ -220,6 +220,8 @@ class OpenRollout:
         self._answered += len(turns)
         for turn in turns:  # all but the last called tools
             turn.role = reply.role
+        if reply.reward and not turns:
+            raise TaskError("the environment gave a reward for a turn, and the policy had none since its last answer")
         for turn in turns[-1:]:
             turn.reward = reply.reward
         if reply.anew and not reply.done:

@@ -13,7 +13,7 @@ once; demonstrations.
   only given nodes, and a completion always gets its own node, even beside an equal one.
 - Every sampled token is trained in exactly one branch, the oldest that contains it, after exactly the tokens that it
   was sampled after, unless it was forced: no other one was possible there, so its logprob is 0 under any weights. A
-  forced token is not trained and counts in no length and no denominator. A branch that trains no token is no sample.
+  forced token is not trained, and no length or denominator of a loss counts it. A branch that trains none is no sample.
 - What is known of a turn, such as its advantage, is known of the nodes that its tokens are in: a node refers to it.
 - `(group_id, sample)` names one branch. In a group of n rollouts, the first branch of rollout r has the number r, and
   the b-th branch after it r + b * n. So `sample % n` is the rollout.

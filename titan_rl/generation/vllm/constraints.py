@@ -4,19 +4,28 @@ Every rank compiles a request's constraint when it is added and moves it on with
 ranks allow the same tokens in the same step. A completion that goes on elsewhere begins behind the tokens that it has.
 """
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
-from vllm.sampling_params import StructuredOutputsParams
+from vllm.sampling_params import StructuredOutputsParams, check_json_nesting
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions
-from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, has_xgrammar_unsupported_json_features
+from xgrammar import GrammarCompiler, TokenizerInfo, VocabType
 
 from titan_rl.errors import GeneratorFailed, RequestError
 from titan_rl.types import GenerationRequest, SamplingParams
+
+LARGEST = 32_768
+"""Characters of a constraint: one of several thousand values or properties takes seconds to compile."""
+CACHE_BYTES = 256 << 20
+"""Of compiled constraints."""
+_BYTE_255 = {VocabType.BYTE_LEVEL: "\N{LATIN SMALL LETTER Y WITH DIAERESIS}", VocabType.BYTE_FALLBACK: "<0xFF>"}
+"""As vocabularies write it."""
 
 
 class Constraints:
@@ -28,15 +37,24 @@ class Constraints:
         self._lock = threading.Lock()
 
     def check(self, request: GenerationRequest) -> None:
-        """Raises RequestError: the constraint cannot be compiled, or could not end. Any thread may call it."""
-        sampling = request.sampling
-        if not sampling.stop_token_ids:
-            raise RequestError(f"request {request.request_id!r}: a constraint needs a stop token that ends it")
-        try:
-            kind = StructuredOutputOptions.STRUCTURAL_TAG
-            self._backend().compile_grammar(kind, sampling.constraint, set(sampling.stop_token_ids))
-        except Exception as error:  # the library has no class for it
-            raise RequestError(f"request {request.request_id!r}: its constraint cannot be compiled: {error}") from error
+        """Raises RequestError: the constraint is too large, cannot be compiled, or says what the library ignores. Any
+        thread may call it; compiling takes up to a second."""
+        sampling, problem = request.sampling, ""
+        if not sampling.stop_token_ids or sampling.min_new_tokens:
+            problem = "a constraint needs a stop token that ends it, at any length"
+        elif len(sampling.constraint) > LARGEST:
+            problem = f"its constraint has {len(sampling.constraint)} characters, at most {LARGEST} are compiled"
+        else:
+            try:
+                check_json_nesting(sampling.constraint, structural_tag=True)
+                kind = StructuredOutputOptions.STRUCTURAL_TAG
+                self._backend().compile_grammar(kind, sampling.constraint, set(sampling.stop_token_ids))
+                if has_xgrammar_unsupported_json_features(json.loads(sampling.constraint)):
+                    problem = "its schema has keywords that would be ignored (multipleOf, uniqueItems, allOf, …)"
+            except Exception as error:  # the library has no class for it
+                problem = f"its constraint cannot be compiled: {error}"
+        if problem:
+            raise RequestError(f"request {request.request_id!r}: {problem}")
 
     def params(self, sampling: SamplingParams) -> StructuredOutputsParams:
         params = StructuredOutputsParams(structural_tag=sampling.constraint)
@@ -59,8 +77,28 @@ class Constraints:
             if self._manager.backend is None:
                 config = self._manager.vllm_config
                 tokenizer: Any = AutoTokenizer.from_pretrained(self._model_path)
-                self._manager.tokenizer = tokenizer
-                self._manager.backend = XgrammarBackend(
-                    config, tokenizer=tokenizer, vocab_size=config.model_config.get_vocab_size()
-                )
+                size = config.model_config.get_vocab_size()
+                backend = XgrammarBackend(config, tokenizer=tokenizer, vocab_size=size)
+                backend.compiler = GrammarCompiler(_without_marks(tokenizer, size), cache_limit_bytes=CACHE_BYTES)
+                self._manager.tokenizer, self._manager.backend = tokenizer, backend
             return self._manager.backend
+
+
+def _without_marks(tokenizer: Any, size: int) -> TokenizerInfo:
+    """The vocabulary in which some tokens are the byte 0xFF, which no text has: added ones like `</tool_call>`, which
+    would end a text that they are part of, and are named by their ids; and those with control characters, which the
+    library allows in strings of a bounded length, and JSON does not."""
+    plain = TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+    texts = [""] * size
+    for text, token in tokenizer.get_vocab().items():
+        if token < size:
+            controls = any(byte < ord(" ") and byte != ord("\n") for byte in plain.decoded_vocab[token])
+            hidden = controls or token in tokenizer.added_tokens_decoder
+            texts[token] = _BYTE_255.get(plain.vocab_type, text) if hidden else text
+    return TokenizerInfo(
+        texts,
+        plain.vocab_type,
+        vocab_size=size,
+        stop_token_ids=plain.stop_token_ids,
+        add_prefix_space=plain.add_prefix_space,
+    )

@@ -324,9 +324,20 @@ class OwnSteps:
         if sampled is None:
             plan = self._scheduler.schedule()
             output = self._executor.execute_model(plan)
-            output = output or self._executor.sample_tokens(self._scheduler.get_grammar_bitmask(plan))
+            output = output or self._executor.sample_tokens(self._possible(plan))
             sampled = self._scheduler.collect(plan, output)
         return sampled
+
+    def _possible(self, plan: SchedulerOutput) -> Any:
+        """Which tokens constraints allow. Where none does, as in a schema that nothing fits, a stop token ends it."""
+        grammar = self._scheduler.get_grammar_bitmask(plan)
+        if grammar is not None:
+            words = grammar.grammar_bitmask.view(np.uint32)
+            for row, request_id in enumerate(grammar.structured_output_request_ids):
+                if not words[row].any():
+                    for token in self._scheduler.requests[request_id].sampling_params.stop_token_ids:
+                        words[row, token // 32] |= np.uint32(1 << token % 32)
+        return grammar
 
     def drain(self) -> StepTokens:
         """Nothing is under way between two steps."""

@@ -150,8 +150,8 @@ class GradedRollout:
 
     @property
     def grade(self) -> float:
-        """The reward without those of the turns."""
-        return self.reward - sum(turn.reward for turn in self.turns)
+        """The reward without those of the turns; to twelve digits, so that the grades of equal answers are equal."""
+        return float(f"{self.reward - sum(turn.reward for turn in self.turns):.12g}")
 
     def of(self, role: str) -> GradedRollout:
         """What one role played and got: the score of its name, or else the grade, and the rewards of its turns."""
