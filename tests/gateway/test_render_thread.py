@@ -51,6 +51,7 @@ async def test_what_was_asked_for_by_a_caller_that_left_is_not_done():
     last = asyncio.create_task(in_turn(thread, lambda: order.append("last")))
     await asyncio.sleep(0)
     left.cancel()
+    await asyncio.wait({left})  # the thread is free only after that
     go_on.set()
     await asyncio.gather(first, last)
     assert left.cancelled() and order == ["first", "last"]
