@@ -245,6 +245,8 @@ def test_a_reward_that_pays_for_length_is_named():
     assert "Longer answers" in said(run_of(rollouts=lengths, **metrics), "The reward pays for something else").text
     metrics["evaluation__exact_match"] = [0.0, 0.5]
     assert "The reward pays for something else" not in titles(run_of(rollouts=lengths, **metrics))
+    metrics["evaluation__exact_match"] = [1.0, 1.0]  # learned before the first evaluation
+    assert "The reward pays for something else" not in titles(run_of(rollouts=lengths, **metrics))
 
 
 def test_a_reward_that_rises_while_nothing_held_out_becomes_right_pays_for_something_else():
@@ -278,3 +280,10 @@ def test_causes_of_failures_are_counted():
     assert found.counts == ((3, cause), (1, "timeout: did not finish within 1 s"))
     assert f"3 × {cause}; 1 × timeout: did not finish" in str(found)
     assert found.see == "rollout/failed_tool" and found.do.startswith("Correct the tool")
+
+
+def test_symbols_of_a_wanted_answer_that_right_ones_do_not_say_are_not_called_dead():
+    described = [structs.replace(ROLLOUT, wanted="{'7'}", answer="12", reward=1.0) for _ in range(8)]
+    assert not any("dead symbol" in title for title in titles(run_of(rollouts=described)))
+    wrong = [structs.replace(each, reward=0.0) for each in described]
+    assert any("dead symbol" in title for title in titles(run_of(rollouts=wrong)))
