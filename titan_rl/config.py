@@ -68,6 +68,9 @@ class PlacementConfig:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda when this host has a CUDA device, else cpu."""
+    ranks_per_device: Count = 1
+    """Ranks of different meshes that may share a CUDA device, so that one device is enough for trainer and generators.
+    With more than 1, `generator.kv_cache_bytes` says what a generator takes besides its weights."""
     threads: Count = 1
     """OpenMP threads per process on CPU. More than one on contended cores costs far more than it gives. On CUDA a
     trainer rank has its device's share of the host's cores."""
@@ -264,7 +267,9 @@ class RunConfig:
 
     def generator_settings(self) -> GeneratorConfig:
         """`generator`, with what the whole run decides for it."""
-        return replace(self.generator, deterministic=self.deterministic or self.generator.deterministic)
+        shares = self.generator.shares_device or self.placement.ranks_per_device > 1
+        deterministic = self.deterministic or self.generator.deterministic
+        return replace(self.generator, deterministic=deterministic, shares_device=shares)
 
     def generator_names(self) -> list[str]:
         """The generators that the run starts with; the last are spares."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,17 @@ def test_on_cuda_every_computing_rank_has_a_device_of_its_own_among_those_that_i
             assert env["CUDA_VISIBLE_DEVICES"] == ",".join(map(str, seen))
     for mesh in idle:
         assert {env["CUDA_VISIBLE_DEVICES"] for env in mesh.env} == {""}
+
+
+@given(configs, st.integers(2, 4))
+def test_ranks_of_different_meshes_may_share_devices_and_those_of_one_mesh_never_do(config, times):
+    config = replace(config, placement=replace(config.placement, device="cuda", ranks_per_device=times))
+    devices = tuple(range(devices_needed(config)))
+    placement = plan(config, HostFacts(cpus=8, cuda_devices=devices))
+    computing = [mesh.devices for mesh in placement.meshes if mesh.kind.computes]
+    assert all(len(set(mesh)) == len(mesh) for mesh in computing)
+    assert max(Counter(each for mesh in computing for each in mesh).values()) <= times
+    assert config.generator_settings().shares_device
 
 
 @given(configs)

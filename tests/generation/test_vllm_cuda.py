@@ -128,6 +128,12 @@ def test_vllm_takes_the_arguments_for_cuda(tiny_models: dict[str, str], ranks: i
             assert found.compilation_config.pass_config.fuse_allreduce_rms is False, "it adds in any order"
 
 
+def test_a_generator_that_shares_its_device_asks_for_no_share_of_what_is_free(tiny_models: dict[str, str]) -> None:
+    config = GeneratorConfig(shares_device=True, kv_cache_bytes=3 << 20)
+    arguments = engine_arguments(config, Path(tiny_models["tied_a"]), "cuda")
+    assert arguments["kv_cache_memory_bytes"] == 3 << 20 and arguments["gpu_memory_utilization"] < 0.05
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_vllms_all_reduce_finds_the_device_of_every_rank_from_every_rank(
     monkeypatch: pytest.MonkeyPatch, ranks: int

@@ -70,7 +70,7 @@ class GeneratorConfig:
     max_num_batched_tokens: Count = 8192
     """Prompt tokens that one engine step may prefill; at least `max_model_len`: prompts are not chunked on CPU."""
     kv_cache_bytes: Count = 256 << 20
-    """KV cache per rank on CPU; on CUDA `gpu_memory_utilization` decides."""
+    """KV cache per rank on CPU, and where generators share a CUDA device; else `gpu_memory_utilization` decides."""
     gpu_memory_utilization: Positive = 0.85
     block_size: Count = 32
     """Tokens per KV block; on CPU a multiple of 32."""
@@ -82,6 +82,8 @@ class GeneratorConfig:
     50,000 tokens a second take 10 s, in which nothing is sampled. `True` costs exactness instead: KV of older weights
     is reused for equal prefixes and for the tokens so far, so logprobs are those of no single version: that of a token
     says which weights sampled it, not which weights its context was computed with."""
+    shares_device: bool = False
+    """The engine's part of `placement.ranks_per_device`, which turns it on."""
     sleep_mode: bool = False
     """On CUDA: let `GeneratorRouter.sleep` give the memory of weights and KV back."""
     burst_steps: Count = 4

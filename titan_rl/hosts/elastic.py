@@ -187,9 +187,9 @@ class HostControl:
         """Generators for which a new host may have room: none, if it was lost meanwhile."""
         if host not in self._table.hosts:
             return 0
-        devices, ranks = len(self._table.hosts[host].facts.cuda_devices), self._table.config.generator
+        places = len(self._table.hosts[host].facts.cuda_devices) * self._table.config.placement.ranks_per_device
         assert self._table.placement is not None
-        return devices // ranks.tensor_parallel if self._table.placement.device == "cuda" else 1
+        return places // self._table.config.generator.tensor_parallel if self._table.placement.device == "cuda" else 1
 
     def _names_for(self, workers: Sequence[str]) -> dict[str, str]:
         """The workers by the names of their hosts: the old one of a host that was lost."""

@@ -6,7 +6,8 @@ Always true of a `Placement`:
   defines `play`; where a checkpoint is served, generators, `router` and `gateway`. The last generators are spares.
   With several hosts each has a `relay0`, `relay1`, …, which brings new weights there.
 - Only the trainer spans hosts, with equal shares of its ranks in the order of the hosts.
-- On CUDA every rank of the trainer and of the generators has a device of its own. The ranks of a generator see all
+- On CUDA every rank of the trainer and of the generators has a device that no other rank of its mesh has, and none of
+  another mesh's unless `placement.ranks_per_device` allows it. The ranks of a generator see all
   devices of that generator, as torchrun's do (vLLM's all-reduce maps them), and a rank of the trainer only its own. No
   other process sees a device, and on CPU none does: a stray `.cuda()` fails instead of taking memory from a rank.
 - The environment of a rank is complete before Monarch starts. Variables that torchrun left in the controller's
@@ -119,9 +120,11 @@ def resolve_device(config: RunConfig, *hosts: HostFacts) -> Device:
 
 
 def devices_needed(config: RunConfig, *, serving: bool = False) -> int:
-    """CUDA devices that the run takes on CUDA: one per rank of the trainer (if any) and of every generator."""
-    generators = len(config.generator_names()) * config.generator.tensor_parallel
-    return generators if serving else config.trainer.ranks + generators
+    """CUDA devices that the run takes on CUDA: for each rank of the trainer (if any) and of every generator one, or its
+    share of one."""
+    ranks = len(config.generator_names()) * config.generator.tensor_parallel + (0 if serving else config.trainer.ranks)
+    largest = max(config.generator.tensor_parallel, 0 if serving else config.trainer.ranks)
+    return max(-(-ranks // config.placement.ranks_per_device), largest)
 
 
 def plays(config: RunConfig) -> bool:
@@ -138,20 +141,25 @@ class _Room:
         self.hosts = {host.name: host for host in hosts}
         self._where = where
         self._some_lost = some_lost
-        self._free = {host.name: list(host.cuda_devices) for host in hosts} if device == "cuda" else {}
+        on_cuda, times = device == "cuda", where.ranks_per_device
+        self._free = {host.name: list(host.cuda_devices) * times for host in hosts} if on_cuda else {}
         self._computing = dict.fromkeys(self.hosts, 0)  # ranks
         self._others = dict.fromkeys(self.hosts, 0)  # processes
 
-    def take(self, host: str, *, computes: bool, device: int | None = None) -> int | None:
-        """Place a process; returns its device: this one, if it has one already."""
+    def take(
+        self, host: str, *, computes: bool, device: int | None = None, besides: Sequence[int | None] = ()
+    ) -> int | None:
+        """Place a process; returns its device: this one, if it has one already, else the emptiest that is not among
+        those `besides` it in its mesh."""
         if not computes:
             self._others[host] += 1
             return None
         self._computing[host] += 1
         if not self._free:
             return None
-        device = self._free[host][0] if device is None else device
-        self._free[host].remove(device)
+        free = self._free[host]
+        device = max((each for each in free if each not in besides), key=free.count) if device is None else device
+        free.remove(device)
         return device
 
     def for_trainer(self, ranks: int, tensor_parallel: int) -> list[str]:
@@ -190,7 +198,7 @@ class _Room:
     def _with_room(self, names: Sequence[str], ranks: int) -> list[str]:
         """Those with room for so many ranks that compute, the emptiest first."""
         if self._free:
-            fit = [name for name in names if len(self._free[name]) >= ranks]
+            fit = [name for name in names if len(set(self._free[name])) >= ranks]
             return sorted(fit, key=lambda name: -len(self._free[name]))
         return sorted(names, key=lambda name: self._computing[name] / self.hosts[name].cpus)
 
@@ -238,14 +246,15 @@ def plan(
     """
     device, where = kept.device if kept else resolve_device(config, *hosts), config.placement
     room = _Room(device, hosts, where, some_lost=kept is not None)
-    needed, devices = devices_needed(config, serving=serving), sum(len(host.cuda_devices) for host in hosts)
+    devices = sum(len(host.cuda_devices) for host in hosts)
+    needed = devices_needed(config, serving=serving)
     if kept is None and device == "cuda" and needed > devices:
         trainer_share = "" if serving else f"trainer {config.trainer.ranks}, "
         raise ConfigError(
             f"the run needs {needed} CUDA devices ({trainer_share}generators "
             f"{len(config.generator_names())} x {config.generator.tensor_parallel}) and "
             f"{'this host has' if len(hosts) == 1 else f'these {len(hosts)} hosts have'} "
-            f'{devices or "none"}; placement.device = "cpu" needs none'
+            f'{devices or "none"}; placement.ranks_per_device lets them share; placement.device = "cpu" needs none'
         )
     trainer = config.trainer
     common = {**threads(where.threads), **SUPERVISION_ENVIRONMENT, **(TCP_ONLY if where.rdma == "off" else {})}
@@ -276,7 +285,11 @@ def plan(
                 raise
             return
         chosen = [host for host in found for _ in range(len(positions) // len(found))]
-        indices = tuple(room.take(host, computes=kind.computes) for host in chosen)
+        taken: list[int | None] = []
+        for host in chosen:
+            besides = [device for there, device in zip(chosen, taken, strict=False) if there == host]
+            taken.append(room.take(host, computes=kind.computes, besides=besides))
+        indices = tuple(taken)
 
         def environment(host: str, device_index: int | None) -> dict[str, str]:
             seen = indices if kind is Kind.GENERATOR else (device_index,)

@@ -31,12 +31,15 @@ Sampled = tuple[list[Request], list[int], list[float], list[Request]]
 
 def cuda_arguments(config: GeneratorConfig) -> dict[str, Any]:
     """Those of `EngineArgs` that are for CUDA only. They were never run."""
+    # vLLM refuses to start where less than its share is free, and measures what others take as its own.
+    shared = {"kv_cache_memory_bytes": config.kv_cache_bytes, "gpu_memory_utilization": 0.01}
+    memory = shared if config.shares_device else {"gpu_memory_utilization": config.gpu_memory_utilization}
     fixed_order = {"pass_config": {"fuse_allreduce_rms": False}} if config.tensor_parallel > ANY_ORDER_RANKS else {}
     return {
         "async_scheduling": True,
         "compilation_config": fixed_order,
         "enable_sleep_mode": config.sleep_mode,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
+        **memory,
     }
 
 
