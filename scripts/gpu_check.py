@@ -94,7 +94,7 @@ def batch_of(rows: list[list[int]], trained_share: float = 0.5) -> Any:
         mask = np.arange(len(row)) >= max(1, len(row) - int(trained_share * len(row)))
         logprobs, versions = np.where(mask, -2.5 + 0.1 * (index % 5), 0.0), np.where(mask, 1, NO_VERSION)
         arrays = {"logprobs": logprobs.astype(np.float32), "versions": versions.astype(np.int64), "loss_mask": mask}
-        numbers = {"group_id": index, "sample": 0, "advantage": 1.0 - 0.3 * (index % 7), "reward": 0.0}
+        numbers = {"group_id": index, "sample": 0, "advantages": 1.0 - 0.3 * (index % 7), "reward": 0.0}
         return TrainingSample(token_ids=np.array(row, np.int32), **arrays, **numbers)
 
     return SampleBatch.of(document(index, row) for index, row in enumerate(rows))

@@ -44,6 +44,7 @@ _CPU = {
 }
 _CUDA = {
     "VLLM_LOGGING_LEVEL": "INFO",  # says what a start that takes minutes is at
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # cannot say what a token was drawn from, and compiles at the start
     "VLLM_USE_V2_MODEL_RUNNER": "1",  # its noise is a function of seed and position
 }
 _FIXED_ORDER = {"VLLM_ALLREDUCE_USE_FLASHINFER": "0"}

@@ -167,9 +167,9 @@ class TrainerConfig:
     in bfloat16."""
     deterministic: bool = False
     """The trainer's part of the run's `deterministic`, which turns it on: torch refuses operations that it knows to
-    differ from run to run. On CPU there are none in a step, so this changes nothing there; on CUDA it was never run.
-    The same batches in the same order then give bitwise the same weights. Samples in another order, or another number
-    of ranks, add in another order: weights differ in their last bits."""
+    differ from run to run. On CPU there are none in a step, so this changes nothing there. The same batches in the same
+    order then give bitwise the same weights. Samples in another order, or another number of ranks, add in another
+    order: weights differ in their last bits."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     kl: KLConfig = field(default_factory=KLConfig)

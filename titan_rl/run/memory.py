@@ -3,7 +3,7 @@
 The trainer's part was fitted to torch's FSDP memory tracker (`scripts/fake_step.py`): within 2 % of it for 0.6B and 8B
 without recomputing, up to 24 % above it for 8B and 32B with `activation_checkpointing = "full"`. What "selective" and
 sequence parallelism save is not known and not refused by. NCCL, CUDA's context and what the allocator cannot use come
-on top: `USABLE`. Nothing was measured on a device.
+on top: `USABLE`. Nothing was measured on a device. Where devices are shared, each rank is held against a whole one.
 """
 
 import math
@@ -97,6 +97,8 @@ def generator_memory(config: RunConfig, shape: Qwen3Shape, device: int) -> dict[
         "a step": step + 12.0 * shape.vocab * generator.max_num_seqs,
         "graphs, NCCL": float(ENGINE_RESERVE),
     }
+    if config.generator_settings().shares_device:
+        return parts | {"KV cache": float(generator.kv_cache_bytes)}
     return parts | {"KV cache": generator.gpu_memory_utilization * device - sum(parts.values())}
 
 
@@ -141,9 +143,11 @@ def too_large(config: RunConfig, shape: Qwen3Shape, device: int, *, serving: boo
             f"{device / GIB:.0f}: {remedy} or more trainer.tensor_parallel"
         )
     needed = config.generator.max_model_len * kv_bytes(config, shape)
+    shares = config.generator_settings().shares_device
+    setting = f"generator.{'kv_cache_bytes' if shares else 'gpu_memory_utilization'}"
     if (left := generator_memory(config, shape, device)["KV cache"]) < needed:
         yield (
-            f"generator.gpu_memory_utilization leaves {left / GIB:.1f} GiB of {device / GIB:.0f} for KV, and one "
+            f"{setting} leaves {left / GIB:.1f} GiB of {device / GIB:.0f} for KV, and one "
             f"request of generator.max_model_len takes {needed / GIB:.1f}: more generator.tensor_parallel"
         )
     needed, free = shared_memory(config, shape)["publications"], shutil.disk_usage(DIRECTORY).free

@@ -287,7 +287,7 @@ def plan(
         chosen = [host for host in found for _ in range(len(positions) // len(found))]
         taken: list[int | None] = []
         for host in chosen:
-            besides = [device for there, device in zip(chosen, taken, strict=False) if there == host]
+            besides = [number for there, number in zip(chosen, taken, strict=False) if there == host]
             taken.append(room.take(host, computes=kind.computes, besides=besides))
         indices = tuple(taken)
 

@@ -92,8 +92,8 @@ def map_segment(path: Path) -> tuple[mmap.mmap, Identity]:
 
 def map_tensor(path: Path, *, page_lock: bool = True) -> tuple[Tensor, Identity]:
     """As `map_segment`, in a tensor [N] uint8. Its pages are locked where this process uses CUDA, which takes a second
-    for some GB: only then does a copy run at the speed of the link and beside the host. Never run on CUDA. Raises
-    also StorageError: they cannot be locked."""
+    for some GB: only then does a copy run at the speed of the link and beside the host. Raises also StorageError: they
+    cannot be locked."""
     import numpy as np
     import torch
 

@@ -30,7 +30,7 @@ Sampled = tuple[list[Request], list[int], list[float], list[Request]]
 
 
 def cuda_arguments(config: GeneratorConfig) -> dict[str, Any]:
-    """Those of `EngineArgs` that are for CUDA only. They were never run."""
+    """Those of `EngineArgs` that are for CUDA only."""
     # vLLM refuses to start where less than its share is free, and measures what others take as its own.
     shared = {"kv_cache_memory_bytes": config.kv_cache_bytes, "gpu_memory_utilization": 0.01}
     memory = shared if config.shares_device else {"gpu_memory_utilization": config.gpu_memory_utilization}

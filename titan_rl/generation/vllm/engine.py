@@ -8,7 +8,7 @@ by device (`steps.OwnSteps`, `cuda.OverlappedSteps`).
 Every rank gets the same calls in the same order. vLLM's scheduler is deterministic, so the ranks stay in step without
 communication other than the model's own collectives. All ranks use the caller's request ids.
 
-Needs the environment of `config.generator_environment`. Never run on CUDA; tests run how it steps there on CPU.
+Needs the environment of `config.generator_environment`. Tests run on CPU how it steps on CUDA.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class VllmEngine(Engine):
             raise GeneratorFailed("vLLM did not drop its KV cache: tokens of old weights would be reused")
 
     def sleep(self) -> int:
-        """Without `config.sleep_mode`, and on CPU, vLLM can free nothing. Never run on CUDA."""
+        """Without `config.sleep_mode`, and on CPU, vLLM can free nothing."""
         self.drop_cache()
         if not self._can_sleep or self._asleep:
             return 0

@@ -1,14 +1,15 @@
+#!/usr/bin/env python
 """One CUDA device: tokens per second against bare vLLM, and how long new weights take, at two sizes.
 
-    python scripts/bench/gpu.py [--sizes 0.6B 8B] [--rounds 3] [--device cuda]
+    python scripts/gpu_bench.py [--sizes 0.6B 8B] [--rounds 3] [--device cuda]
 
 For each size two processes share the device: `LLM.generate` of vLLM as it is installed, and this project's engine.
 Both have random weights, equal KV caches and the same requests, and take turns. Then bare vLLM leaves, and float32
 weights on the device are published in bfloat16, loaded into the engine under running requests, and verified there.
 
 `decode`: tokens per second ÷ bare vLLM's. `pull_seconds`: publish, load and verify; `link_share`: the time of plain
-copies of as many bytes from and to page-locked memory by that of the pull. The first pull makes the shared memory and is
-not counted. `--device cpu` runs a tiny policy through all of it: a test of this program.
+copies of as many bytes from and to page-locked memory by that of the pull. The first pull makes the shared memory and
+is not counted. `--device cpu` runs a tiny policy through all of it: a test of this program.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from parts.table import print_report
 
 from titan_rl.generation.config import GeneratorConfig, generator_environment
 from titan_rl.policy.config import TinyPolicyConfig
@@ -35,8 +36,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "8B": {"dim": 4096, "layers": 36, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 12288},
 }
 VOCABULARY = 151936
-REQUESTS, PROMPT, NEW_TOKENS = 256, 128, 256
-KV_BYTES = 12 << 30
+REQUESTS, PROMPT, NEW_TOKENS = 96, 64, 192
+KV_BYTES = 4 << 30
 
 
 class Engine:
@@ -214,7 +215,8 @@ def contender(name: str, size: str, model: str, device: str) -> None:
 
 class Process:
     def __init__(self, name: str, size: str, model: Path, device: str, scratch: Path) -> None:
-        variables = {"PYTHONPATH": str(Path(__file__).resolve().parents[2]), "OMP_NUM_THREADS": "1"}
+        variables = {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "OMP_NUM_THREADS": "1"}
+        variables |= {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # with logprobs vLLM has no use for it
         if name == "ours":
             variables |= generator_environment(device) | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             variables |= {"TITAN_RL_RENDEZVOUS": str(scratch / f"rendezvous{size}")}
@@ -227,6 +229,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self.log.open("w"),
             text=True,
+            start_new_session=True,
         )
 
     def answer(self) -> Any:
@@ -241,7 +244,8 @@ class Process:
         return self.answer()
 
     def close(self) -> None:
-        self._process.kill()
+        with suppress(ProcessLookupError):  # it has ended
+            os.killpg(self._process.pid, signal.SIGKILL)  # vLLM's engine is a process of its own
         self._process.wait()
 
 
@@ -274,7 +278,6 @@ def main() -> int:
         contender(*arguments.inside)
         return 0
     figures: dict[str, Any] = {}
-    rows: list[list[Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         scratch, processes = Path(directory), {}
         for size in arguments.sizes:
@@ -303,12 +306,11 @@ def main() -> int:
                 pulled = processes["ours", size].ask("pulls", arguments.rounds)
                 processes["ours", size].close()
                 figures |= {f"{name}_{size}": round(value, 3) for name, value in pulled.items()}
-                numbers = [figures[f"{name}_{size}"] for name in ("decode", "pull_seconds", "gb", "link_share")]
-                rows.append([size, *numbers])
+                print(f"{size}: {pulled}", flush=True)
         finally:
             for process in processes.values():
                 process.close()
-    print_report("gpu", ["policy", "decode ÷ bare vLLM", "pull (s)", "GB", "share of the link"], rows, figures)
+    print(json.dumps(figures))
     return 0
 
 
