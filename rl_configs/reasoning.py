@@ -25,7 +25,7 @@ import types
 from typing import Any
 
 from titan_rl.config import RunConfig
-from titan_rl.config_registry import sort5
+from titan_rl.config_registry import copy4
 from titan_rl.environments.base import Demonstration, Environment, Example, Message, Reward, Rubric, Transcript
 from titan_rl.environments.dataset import is_held_out
 from titan_rl.errors import AbsentError, ConfigError, TaskError
@@ -203,7 +203,7 @@ def import_gym() -> types.ModuleType:
 def spell() -> RunConfig:
     """A task of reasoning-gym: a tiny policy that reverses few words learns to reverse more."""
     return variant(
-        sort5(),
+        copy4(),
         {
             "policy.tiny.symbols": f" ()-:>{string.ascii_letters}",
             "environment.name": f"{__file__}:ReasoningGym",
@@ -216,6 +216,7 @@ def spell() -> RunConfig:
             "trainer.warmup.steps": 200,
             "trainer.warmup.batch": 64,
             "trainer.optimizer.lr": 5e-4,
+            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2},
             "generator.count": 1,
             "generator.kv_cache_bytes": 256 << 20,
             "loop.steps": 60,

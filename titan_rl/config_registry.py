@@ -95,63 +95,6 @@ def task() -> RunConfig:
     )
 
 
-def sort5() -> RunConfig:
-    """Warm-up, then RL: a tiny policy that learned to sort letters mostly the wrong way is turned."""
-    return variant(
-        copy4(),
-        {
-            "policy.tiny.symbols": "abcdefghij=",
-            "environment.name": "sort",
-            "environment.kwargs": {"letters": 5, "right_share": 0.3},
-            "rollout.sampling.max_new_tokens": 7,
-            "trainer.warmup.steps": 250,
-            "trainer.optimizer.lr": 2e-4,
-            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2},
-            "loop.steps": 110,
-        },
-    )
-
-
-def tool_sum() -> RunConfig:
-    """Several turns with a tool: a tiny policy that mostly guessed sums learns to ask for them."""
-    return variant(
-        sort5(),
-        {
-            "policy.tiny.symbols": "0123456789+=",
-            "policy.tiny.special_tokens": ("<tool>", "</tool>", "<result>", "</result>"),
-            "environment.name": "tool_sum",
-            "environment.kwargs": {"tool_share": 0.25},
-            "rollout.max_turns": 3,  # two calls and an answer
-            "rollout.max_sampled_tokens": 15,
-            "rollout.sampling.max_new_tokens": 15,
-            "trainer.warmup.steps": 200,
-            "trainer.optimizer.lr": 5e-4,
-            "loop.steps": 120,
-            "loop.groups_per_step": 16,
-            "evaluation.target_exact_match": 0.9,
-        },
-    )
-
-
-def tool_sum_openai() -> RunConfig:
-    """tool_sum played by a script that only knows OpenAI's client, through the gateway."""
-    return variant(
-        tool_sum(),
-        {
-            "environment.name": "tool_sum_openai",
-            # a turn has room for a call; together they need no bound, past which the program's next call would fail
-            "rollout.sampling.max_new_tokens": 9,
-            "rollout.max_sampled_tokens": 0,
-            "rollout.agents.at_once": 8,  # they compute as much as they wait
-            # what takes the time is 128 programs a step, not their tokens
-            "generator.count": 1,
-            "loop.steps": 30,
-            "evaluation.every": 15,
-            "evaluation.prompts": 200,
-        },
-    )
-
-
 def cpu_smoke() -> RunConfig:
     """Three small steps of copy4_2x2: every part of the system once, nothing learned."""
     return variant(
@@ -167,8 +110,7 @@ def cpu_smoke() -> RunConfig:
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
-    recipe.__name__: recipe
-    for recipe in (copy4, copy4_2x2, copy4_async, copy4_quick, task, sort5, tool_sum, tool_sum_openai, cpu_smoke)
+    recipe.__name__: recipe for recipe in (copy4, copy4_2x2, copy4_async, copy4_quick, task, cpu_smoke)
 }
 """What `--recipe` takes by short name."""
 

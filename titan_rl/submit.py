@@ -64,6 +64,8 @@ class JobConfig:
     """Hosts of the run; the first is the controller's, `host0`."""
     cpus_per_node: CountOrZero = 0
     """0: on Slurm the whole node, on Kubernetes as many as it gives."""
+    gpus_per_node: CountOrZero = 0
+    """On Kubernetes NVIDIA's (`nvidia.com/gpu`)."""
     name: str = ""
     """Of the job, before the time; empty: that of the recipe."""
     save_seconds: Count = 120
@@ -77,7 +79,6 @@ class JobConfig:
 class SlurmConfig(JobConfig):
     """Nodes of a Slurm cluster. The directory of the job is below `logging.directory`, which all of them must see."""
 
-    gpus_per_node: CountOrZero = 0
     partition: str = ""
     """Empty: the cluster's default one."""
     time: str = ""
@@ -131,8 +132,6 @@ _RETRIES = 5
 class KubernetesConfig(JobConfig):
     """Pods of a Kubernetes cluster."""
 
-    gpus_per_node: CountOrZero = 0
-    """NVIDIA's (`nvidia.com/gpu`)."""
     image: str = ""
     """With titan_rl and what the run imports, bash, and `python` on the path."""
     claim: str = ""

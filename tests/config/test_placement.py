@@ -28,6 +28,7 @@ from titan_rl.supervision.fork_stages import fork_stages
 from titan_rl.supervision.mesh_kinds import TrainerKind
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, describe, devices_needed, plan
 
+TOOL_SUM = Path(__file__).resolve().parents[2] / "rl_configs" / "tool_sum.py"
 LISTING = """\
 0, GPU-0a1b, 580.65.06, Disabled, 81559
 1, GPU-0a2b, 580.65.06, Disabled, 81559
@@ -214,7 +215,7 @@ def test_what_has_no_room_any_more_is_left_out_and_comes_back_with_room():
 
 def test_a_gateway_on_loopback_is_for_programs_on_its_host():
     hosts = HostFacts(cpus=2), HostFacts(cpus=2, name="host1")
-    config = RunConfig(environment=EnvironmentConfig(name="tool_sum_openai"))
+    config = RunConfig(environment=EnvironmentConfig(name=f"{TOOL_SUM}:ToolSumOpenAI"))
     config = replace(config, placement=PlacementConfig(rollouts=("host1",)))
     with pytest.raises(ConfigError, match="rollout.agents.host: the gateway of host0 cannot be reached from host1"):
         plan(config, *hosts)
@@ -312,8 +313,13 @@ def test_the_head_and_block_sizes_of_the_cpu_attention_are_vllms():
 
 def test_a_run_has_a_gateway_where_programs_play_its_rollouts():
     names = [
-        [mesh.name for mesh in plan(RunConfig(environment=EnvironmentConfig(name=task)), HostFacts(cpus=2)).meshes]
-        for task in ("tool_sum", "tool_sum_openai")
+        [
+            mesh.name
+            for mesh in plan(
+                RunConfig(environment=EnvironmentConfig(name=f"{TOOL_SUM}:{task}")), HostFacts(cpus=2)
+            ).meshes
+        ]
+        for task in ("ToolSum", "ToolSumOpenAI")
     ]
     assert [name for name in names[1] if name != "gateway"] == names[0]
     assert "gateway" in names[1]

@@ -18,6 +18,7 @@ from titan_rl.policy.models.tiny import make_tokenizer
 from titan_rl.rollout.config import SamplingConfig
 from titan_rl.run.checks import check_run
 
+PLAYED = f"{Path(__file__).resolve().parents[2]}/rl_configs/tool_sum.py:tool_sum_openai"
 X300 = "x" * 300
 WRONG = {
     # names, words, types and bounds
@@ -233,7 +234,7 @@ def test_a_port_that_is_taken_is_refused_before_an_engine_is_built(tmp_path, cap
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         said = f"cannot listen on 127.0.0.1, port {port}: Address already in use"
-        assert train.main(["--recipe", "tool_sum_openai", "--rollout.agents.port", port]) == 2 and started == []
+        assert train.main(["--recipe", PLAYED, "--rollout.agents.port", port]) == 2 and started == []
         assert f"rollout.agents.port {port}: {said}" in capsys.readouterr().err
         directory = checkpoint(tmp_path / "model")
         assert cli.main(["serve", "--policy.path", str(directory), "--port", port]) == 2

@@ -12,12 +12,13 @@ import pytest
 from titan_rl.environments.base import Environment, Message
 from titan_rl.environments.copy import Copy
 from titan_rl.environments.dataset import is_held_out
-from titan_rl.environments.sort import LETTERS, Sort
-from titan_rl.environments.tool_sum import ToolSum, ToolSumOpenAI
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import import_file, import_name
 
 BESIDE = Path(__file__).resolve().parents[2] / "rl_configs"
+_sort, _tool_sum = import_file(BESIDE / "sort.py"), import_file(BESIDE / "tool_sum.py")
+LETTERS, Sort = _sort.LETTERS, _sort.Sort
+ToolSum, ToolSumOpenAI = _tool_sum.ToolSum, _tool_sum.ToolSumOpenAI
 AlphabetSort = import_name(f"{BESIDE}/alphabet_sort.py:AlphabetSort")
 Gsm8k = import_name(f"{BESIDE}/gsm8k.py:Gsm8k")
 ReasoningGym = import_name(f"{BESIDE}/reasoning.py:ReasoningGym")

@@ -1,13 +1,18 @@
 """Copying, sorting and adding: prompts, rewards and demonstrations (1 s)."""
 
+from pathlib import Path
+
 import pytest
 
 from titan_rl.environments.base import Message, ToolCall, ToolError, Transcript
 from titan_rl.environments.copy import Copy
-from titan_rl.environments.sort import LETTERS, Sort
-from titan_rl.environments.tool_sum import ToolSum, calculate
+from titan_rl.importing import import_file
 from titan_rl.types import Example, FinishReason
 
+BESIDE = Path(__file__).resolve().parents[2] / "rl_configs"
+_sort, _tool_sum = import_file(BESIDE / "sort.py"), import_file(BESIDE / "tool_sum.py")
+LETTERS, Sort = _sort.LETTERS, _sort.Sort
+ToolSum, calculate = _tool_sum.ToolSum, _tool_sum.calculate
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 COPY = (Copy(), Example(prompt=(Message("user", "4071="),), answer="4071"))
 SORT = (Sort(), Example(prompt=(Message("user", "fbahc="),), answer="abcfh"))

@@ -4,12 +4,15 @@ import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 from titan_rl.environments.base import Example, Message
 from titan_rl.environments.programs import run_command
-from titan_rl.environments.tool_sum import ToolSum, ToolSumOpenAI
+from titan_rl.importing import import_file
 from titan_rl.types import Endpoint
 
+_task = import_file(Path(__file__).resolve().parents[2] / "rl_configs" / "tool_sum.py")
+ToolSum, ToolSumOpenAI = _task.ToolSum, _task.ToolSumOpenAI
 EXAMPLE = Example(prompt=(Message("user", "12+35="),), answer="47")
 
 

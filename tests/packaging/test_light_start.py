@@ -11,6 +11,7 @@ import pytest
 import tomli
 
 ROOT = Path(__file__).resolve().parents[2]
+TOOL_SUM = "rl_configs/tool_sum.py:ToolSum"
 HEAVY = ("torch", "vllm", "monarch", "torchtitan", "transformers")
 
 
@@ -60,7 +61,7 @@ def test_pure_packages_load_neither_asyncio_nor_an_engine():
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["recipes"], ["train", "--recipe", "copy4", "--dry-run"], ["try", "tool_sum"]],
+    [["--help"], ["recipes"], ["train", "--recipe", "copy4", "--dry-run"], ["try", TOOL_SUM]],
     ids=" ".join,
 )
 def test_the_command_line_loads_nothing_heavy(arguments):

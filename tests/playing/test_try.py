@@ -7,6 +7,7 @@ import io
 import queue
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,8 @@ from titan_rl.errors import ConfigError
 from titan_rl.playing import try_task
 from titan_rl.playing.try_task import Person, read_turn
 from titan_rl.types import Message, ToolCall, ToolSpec
+
+RL_CONFIGS = Path(__file__).resolve().parents[2] / "rl_configs"
 
 TASK = """
 from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply, Example, Message, Rubric, tool
@@ -107,7 +110,7 @@ def task(tmp_path, monkeypatch):
 
     def tried(name, *arguments, typed=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-        return main(["try", name if ":" not in name else f"sums.py:{name[1:]}", *arguments])
+        return main(["try", f"sums.py{name}" if name.startswith(":") else name, *arguments])
 
     return tried
 
@@ -187,7 +190,17 @@ def test_an_error_of_the_task_is_shown_with_its_line_and_fails_the_trial(task, t
 
 
 def test_a_task_that_programs_play_is_typed_through_a_gateway(task, capsys):
-    assert task("tool_sum_openai", "--policy", "typed", "--prompts", "1", typed="/calculate 4+5\n9\n") == 0
+    assert (
+        task(
+            f"{RL_CONFIGS}/tool_sum.py:ToolSumOpenAI",
+            "--policy",
+            "typed",
+            "--prompts",
+            "1",
+            typed="/calculate 4+5\n9\n",
+        )
+        == 0
+    )
     said = lines_of(capsys)
     assert ['assistant → calculate(expression="4+5")', "tool 9", "assistant 9"] == said[6:9]
     assert said[9] == "reward 0.000 (exact_match 0, tool_use 1) stopped: done wanted: 55"

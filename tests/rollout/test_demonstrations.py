@@ -1,15 +1,18 @@
 """Demonstrations from user code to training samples, through the environment's process (6 s)."""
 
+from pathlib import Path
+
 import pytest
 from support.rollouts import TASKS, runner
 
 from titan_rl.chat.renderer import SymbolRenderer
-from titan_rl.environments.sort import Sort
 from titan_rl.errors import TaskError
+from titan_rl.importing import import_file
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import EOS_ID, make_tiny_policy
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, SamplingParams
 
+SORT = Path(__file__).resolve().parents[2] / "rl_configs" / "sort.py"
 SHOWN = f"{TASKS / 'shown.py'}:Shown"
 
 
@@ -33,10 +36,10 @@ async def nothing_is_sampled(request):
 
 
 async def test_a_group_is_the_next_demonstrations_of_the_stream(letters):
-    async with runner(letters, "sort") as group_runner:
+    async with runner(letters, f"{SORT}:Sort") as group_runner:
         groups = [await group_runner.run_group(demonstrations(group, 5), nothing_is_sampled) for group in range(3)]
     renderer = SymbolRenderer(letters)
-    task = Sort(seed=11)  # the run's seed
+    task = import_file(SORT).Sort(seed=11)  # the run's seed
     samples = [sample for group in groups for sample in group.samples]
     assert [(sample.group_id, sample.sample) for sample in samples] == [(g, s) for g in range(3) for s in range(5)]
     for number, sample in enumerate(samples):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from leftovers import (
     ENDLESS,
+    REPOSITORY,
     SIMULATED,
     SMALL,
     assert_nothing_is_left,
@@ -140,8 +141,8 @@ def test_a_policy_that_has_learned_everything_ends_its_run_well(tmp_path: Path) 
 
 
 BROKEN = """
-from titan_rl import config_registry
 from titan_rl.environments.base import Demonstration, Environment, Example, Message, Rubric, ToolCall, tool
+from titan_rl.importing import import_file
 from titan_rl.rollout.config import EnvironmentConfig
 
 TRAINED, HELD_OUT = (Example(prompt=(Message("user", prompt),), answer="1") for prompt in ("1=", "2="))
@@ -177,7 +178,7 @@ class Broken(Environment):
 
 
 def recipe():
-    config = config_registry.tool_sum()
+    config = import_file("REPOSITORY/rl_configs/tool_sum.py").tool_sum()
     config.environment = EnvironmentConfig(name=f"{__file__}:Broken")
     config.evaluation.target_exact_match = 0.0
     return config
@@ -186,7 +187,7 @@ def recipe():
 
 def test_a_run_whose_tool_always_fails_stops_and_names_it(tmp_path: Path) -> None:
     task = tmp_path / "broken.py"
-    task.write_text(BROKEN)
+    task.write_text(BROKEN.replace("REPOSITORY", str(REPOSITORY)))
     run = start_run(
         *("--recipe", f"{task}:recipe", "--generator.count", "1", "--trainer.warmup.steps", "40"),
         *("--trainer.warmup.batch", "32", "--loop.groups-per-step", "4", "--evaluation.every", "0"),

@@ -43,7 +43,7 @@ SMALLER = (
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a whole asynchronous run that listened to nothing but the host itself."""
     runs = tmp_path_factory.mktemp("runs")
-    run = start_run("--recipe", "tool_sum_openai", *SMALLER, runs=runs)
+    run = start_run("--recipe", "rl_configs/tool_sum.py:tool_sum_openai", *SMALLER, runs=runs)
     wait_for_line(run, "held-out")
     addresses = listening_addresses_of(run.pid)
     assert addresses and all(address.is_loopback for address in addresses)

@@ -23,6 +23,9 @@ from tests.support.timelines import assert_timeline_is_whole
 FULL = functools.partial(pytest.param, marks=pytest.mark.acceptance)  # a cell of the full matrix
 
 
+TOOL_SUM = "rl_configs/tool_sum.py:tool_sum"
+
+
 def readme_example() -> str:
     """The README's file with a task of one's own."""
     return (REPOSITORY / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
@@ -195,18 +198,20 @@ def test_the_script_of_the_quick_start_sets_up_and_hands_its_arguments_to_the_ru
     assert 'recipe = "copy4_quick"' in done.stdout and "seed = 7" in done.stdout
 
 
-@pytest.mark.parametrize("recipe", [FULL("copy4_2x2"), FULL("copy4_trainer_tp2"), FULL("sort5"), "tool_sum"])
+@pytest.mark.parametrize(
+    "recipe", [FULL("copy4_2x2"), FULL("copy4_trainer_tp2"), FULL("rl_configs/sort.py:sort5"), TOOL_SUM]
+)
 def test_a_recipe_of_the_manual_starts(tmp_path: Path, recipe: str) -> None:
     """Those that no other test starts, for one small step. CI's has tools, a warm-up, and two tensor-parallel ranks of
     the trainer."""
     file = REPOSITORY / "rl_configs" / f"{recipe}.toml"
     chosen = ("--config", str(file)) if file.exists() else ("--recipe", recipe)
     smaller = ("--loop.steps", "1", "--loop.groups-per-step", "2", "--evaluation.prompts", "8")
-    warmed = recipe in ("sort5", "tool_sum")
+    warmed = ".py:" in recipe
     warmup = ("--trainer.warmup.steps", "2", "--trainer.warmup.lr-warmup-steps", "1") if warmed else ()
     one_rank = recipe != "copy4_2x2"  # a simulated engine has no other
     cheap = (*("--generator.engine", "simulated") * one_rank, "--evaluation.target-exact-match", "0")
-    parallel = ("--trainer.tensor-parallel", "2") if recipe == "tool_sum" else ()
+    parallel = ("--trainer.tensor-parallel", "2") if recipe == TOOL_SUM else ()
     run = start_run(*chosen, *smaller, *warmup, *cheap, *parallel, runs=tmp_path)
     output = finish(run)
     assert run.returncode == 0, output

@@ -19,7 +19,16 @@ from leftovers import assert_nothing_is_left, ending, finish, process_of, start_
 
 KILLED_RUN = str(Path(__file__).with_name("killed_run.py"))
 SETTINGS = (
-    *("--recipe", "sort5", "--generator.count", "1", "--loop.groups-per-step", "4", "--evaluation.prompts", "20"),
+    *(
+        "--recipe",
+        "rl_configs/sort.py:sort5",
+        "--generator.count",
+        "1",
+        "--loop.groups-per-step",
+        "4",
+        "--evaluation.prompts",
+        "20",
+    ),
     *("--loop.steps", "4", "--checkpoint.every", "1", "--trainer.warmup.steps", "2"),
     *("--trainer.warmup.lr-warmup-steps", "0", "--trainer.warmup.batch", "16"),
     *("--evaluation.every", "2", "--evaluation.target-exact-match", "0"),

@@ -228,7 +228,7 @@ class RolloutCaller(Caller):
         if isinstance(error, RequestLost):
             self.lost = error
         elif isinstance(error, ApiError) and error.status >= 500:
-            self._trajectory.record_misread(error.message)
+            self._trajectory.record_failure(misread=error.message)
         elif not isinstance(error, (ApiError, RecursionError, RequestError, TaskError)):  # those are the program's own
             self._trajectory.record_failure(f"{type(error).__name__}: {error}")
 

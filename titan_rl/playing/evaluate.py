@@ -32,7 +32,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.metrics.rollout_record import RolloutRecord, to_line
 from titan_rl.one_line import counted
@@ -218,7 +217,7 @@ def _act(command: Command, prog: str) -> int:
     task = read_task(command, first_run(policies), remedy=remedy)
     config = task.config
     samples = number_of(command, "--samples", SAMPLES, least=0)
-    temperature = _temperature(command, config)
+    temperature = config.rollout.sampling.temperature
     check_environment(config)
     # before a fleet is started for the others
     servers = [server_at(policy, command) if "://" in policy else None for policy in policies]
@@ -249,24 +248,16 @@ def _act(command: Command, prog: str) -> int:
     return run_until_signal("eval", config, work, print_line)
 
 
-def _temperature(command: Command, config: RunConfig) -> float:
-    text = command.values.get("--temperature")
-    try:
-        temperature = config.rollout.sampling.temperature if text is None else float(text)
-    except ValueError:
-        temperature = -1.0
-    if not 0 < temperature < float("inf"):
-        raise ConfigError(f"--temperature: expected a positive number, got {text!r}; greedy rollouts are always played")
-    return temperature
-
-
 VERB = Verb(
     act=_act,
     about=__doc__,
     options={
         "--task TASK": ("environment.name", "file.py:Class, pkg.mod:Class or a bundled task, as --environment.name"),
         "--samples N": f"sampled rollouts of each prompt ({SAMPLES}); 0: greedy only",
-        "--temperature T": "of sampling (rollout.sampling.temperature)",
+        "--temperature T": (
+            "rollout.sampling.temperature",
+            "of sampling, as --rollout.sampling.temperature; greedy ones are always played",
+        ),
         "--prompts N": ("evaluation.prompts", "held-out prompts, as --evaluation.prompts"),
         "--model NAME": f"of the servers at URLs (their first one); a key is read from {KEY_VARIABLE}",
         "--recipe NAME": "play with the task and settings of a recipe",

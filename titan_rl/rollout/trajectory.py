@@ -283,15 +283,10 @@ class Trajectory:
         for request_id in request_ids:
             self._open.pop(request_id, None)
 
-    def record_failure(self, failure: str) -> None:
-        """An engine failed a call. Only the first failure is kept."""
+    def record_failure(self, failure: str = "", *, misread: str = "") -> None:
+        """An engine failed a call, or the gateway could not read an answer. Only the first of each is kept."""
         if not self.over:
-            self.failure = self.failure or failure
-
-    def record_misread(self, problem: str) -> None:
-        """The gateway could not read an answer. Only the first problem is kept."""
-        if not self.over:
-            self.misread = self.misread or problem
+            self.failure, self.misread = self.failure or failure, self.misread or misread
 
     def close(self) -> Trajectory:
         """End a session, to which nothing can be added after that; returns this trajectory."""

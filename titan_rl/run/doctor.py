@@ -14,7 +14,6 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -28,7 +27,6 @@ from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb
 from titan_rl.run import cuda
 from titan_rl.supervision.process import PREFIX, dead_scratch
-from titan_rl.supervision.proxy import owner_lives
 from titan_rl.weights.segment_files import DIRECTORY, dead_segments
 
 CORE = ("torch", "torchmonarch", "torchtitan", "vllm")
@@ -41,8 +39,6 @@ _PIN = re.compile(r"([\w.-]+)==([\w.]+);.*extra == ['\"]cuda['\"]")
 LITTLE_MEMORY = 4 << 30
 """Bytes that the quick start's policy takes to train."""
 _GIB = 1 << 30
-_TITLE = re.compile(r"titan_rl \S+ rank \d+ \(\S+ of (?P<owner>[^)]+)\)")
-"""Of a process of a mesh."""
 
 
 def quick_problems(directory: str) -> Iterator[ConfigError]:
@@ -149,7 +145,7 @@ def _policy_code() -> Iterator[str | ConfigError]:
 
 
 def _remains(temporary: Path) -> Iterator[str | ConfigError]:
-    """What dead runs have left. The next start removes files; processes end with their controller, or are named."""
+    """What dead runs have left. The next start removes files; processes end with their controller."""
     segments, scratch = dead_segments(DIRECTORY), list(dead_scratch(temporary))
     size = sum(path.stat().st_size for path in segments)
     found = [f"{len(segments)} segments with {size:,} bytes in {DIRECTORY}"] * bool(segments)
@@ -158,23 +154,10 @@ def _remains(temporary: Path) -> Iterator[str | ConfigError]:
     if foreign := [path for path in segments if path.stat().st_uid != os.getuid()]:
         size = sum(path.stat().st_size for path in foreign)
         yield ConfigWarning(f"{size:,} bytes of them are other users', who must remove them: {foreign[0]}, …")
-    if orphans := _orphans():
-        pids = " ".join(map(str, orphans))
-        yield ConfigWarning(f"{len(orphans)} processes have outlived their run: kill -9 {pids}")
     for lock in temporary.glob(f"{PREFIX}*/agent.lock"):
         pid, _, run = _read(lock).partition(" ")
         if pid.isdecimal() and Path(f"/proc/{pid}").exists():
             yield f"this host is lent to the run {run or 'of another host'} (agent {pid})"
-
-
-def _orphans() -> list[int]:
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or its owner's directory is gone
-            title = _TITLE.match((entry / "cmdline").read_text(errors="replace"))
-            if title is not None and not owner_lives(title["owner"]):
-                found.append(int(entry.name))
-    return sorted(found)
 
 
 def _read(file: Path) -> str:

@@ -45,11 +45,6 @@ from titan_rl.weights.segment_files import remove_segments_of
 LONGEST_CAUSE = 400
 """Characters of an error in the line that says what ended the run. The logs have all of it."""
 
-DETERMINISTIC_HINT = (
-    "deterministic = true: the run repeats bit for bit; on CPU sampling is 2–6 % slower in float32, 16–37 % in bfloat16"
-)
-"""As scripts/bench/deterministic.py measures it."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -73,8 +68,6 @@ def run(
             write_config(directory, config)
         elif checkpoint is None:
             say("there is no checkpoint yet: the run starts over")
-        if config.deterministic:
-            say(DETERMINISTIC_HINT)
         training = Training(config, directory, checkpoint, console, replay_until=replay_until)
         loop = await training.run(imports, run_end)
         if replay_until:

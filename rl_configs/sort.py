@@ -4,9 +4,12 @@ What a warm-up is for: most demonstrations sort the wrong way round, so a policy
 right form and mostly wrongly, and reinforcement learning has to turn it.
 """
 
+from titan_rl.config import RunConfig
+from titan_rl.config_registry import copy4
 from titan_rl.environments.base import Demonstration, Message, Rubric
 from titan_rl.environments.copy import TextTask, exact_match
 from titan_rl.errors import ConfigError
+from titan_rl.overrides import variant
 
 LETTERS = "abcdefghij"
 
@@ -41,3 +44,20 @@ class Sort(TextTask):
         example, down = self.asked(text), stream.random() >= self.right_share
         answer = example.answer[::-1] if down else example.answer
         return Demonstration(prompt=example.prompt, messages=(Message("assistant", answer),), answer=example.answer)
+
+
+def sort5() -> RunConfig:
+    """Warm-up, then RL: a tiny policy that learned to sort letters mostly the wrong way is turned."""
+    return variant(
+        copy4(),
+        {
+            "policy.tiny.symbols": "abcdefghij=",
+            "environment.name": f"{__file__}:Sort",
+            "environment.kwargs": {"letters": 5, "right_share": 0.3},
+            "rollout.sampling.max_new_tokens": 7,
+            "trainer.warmup.steps": 250,
+            "trainer.optimizer.lr": 2e-4,
+            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2},
+            "loop.steps": 110,
+        },
+    )

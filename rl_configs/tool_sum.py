@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from titan_rl.config import RunConfig
+from titan_rl.config_registry import copy4
 from titan_rl.environments.base import (
     Demonstration,
     Endpoint,
@@ -31,6 +33,7 @@ from titan_rl.environments.copy import TextTask
 from titan_rl.environments.programs import run_script
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_package
+from titan_rl.overrides import variant
 
 SMALLEST, LARGEST = 10, 99
 
@@ -120,3 +123,44 @@ class ToolSumOpenAI(ToolSum):
     def play(self, example: Example, endpoint: Endpoint) -> str:
         script = Path(__file__).with_name("tool_sum_agent.py")
         return run_script(script, example.prompt[0].content, endpoint=endpoint)
+
+
+def tool_sum() -> RunConfig:
+    """Several turns with a tool: a tiny policy that mostly guessed sums learns to ask for them."""
+    return variant(
+        copy4(),
+        {
+            "policy.tiny.symbols": "0123456789+=",
+            "policy.tiny.special_tokens": ("<tool>", "</tool>", "<result>", "</result>"),
+            "environment.name": f"{__file__}:ToolSum",
+            "environment.kwargs": {"tool_share": 0.25},
+            "rollout.max_turns": 3,  # two calls and an answer
+            "rollout.max_sampled_tokens": 15,
+            "rollout.sampling.max_new_tokens": 15,
+            "trainer.warmup.steps": 200,
+            "trainer.optimizer.lr": 5e-4,
+            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2},
+            "loop.steps": 120,
+            "loop.groups_per_step": 16,
+            "evaluation.target_exact_match": 0.9,
+        },
+    )
+
+
+def tool_sum_openai() -> RunConfig:
+    """tool_sum played by a script that only knows OpenAI's client, through the gateway."""
+    return variant(
+        tool_sum(),
+        {
+            "environment.name": f"{__file__}:ToolSumOpenAI",
+            # a turn has room for a call; together they need no bound, past which the program's next call would fail
+            "rollout.sampling.max_new_tokens": 9,
+            "rollout.max_sampled_tokens": 0,
+            "rollout.agents.at_once": 8,  # they compute as much as they wait
+            # what takes the time is 128 programs a step, not their tokens
+            "generator.count": 1,
+            "loop.steps": 30,
+            "evaluation.every": 15,
+            "evaluation.prompts": 200,
+        },
+    )
