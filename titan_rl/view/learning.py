@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import correlation, fmean, stdev
+from statistics import correlation, fmean, pstdev, stdev
 
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.types import Purpose
@@ -39,6 +39,8 @@ NO_KL = 1e-6
 LITTLE = 0.1
 """Of the largest reward: a mean below it is no signal to speak of."""
 FEW_SAMPLES = 4
+FEWEST_RIGHT = 5
+"""Recorded answers that are right, before their lengths tell how much room one needs."""
 FEWEST_WANTED = 5
 """Rollouts that want a symbol before it is called dead."""
 SCORES = ("evaluation/exact_match", "evaluation/reward", "rollout/reward_mean")
@@ -257,12 +259,33 @@ def _evaluation_differs(run: Run) -> Iterator[Finding]:
 
 
 def _cut(run: Run) -> Iterator[Finding]:
+    """Answers that are cut off, and by which limit. A right answer that ended well within the room shows that the room
+    is not too small."""
     name = "rollout/truncated_share"
-    if (cut := late(run, name)) is not None and cut > limit(name):
-        new = run.config.get("rollout.sampling.max_new_tokens", 0)
-        text = f"{percent(cut)} of the answers of the last third were cut off after {new} tokens."
-        do = f"Set --rollout.sampling.max-new-tokens {2 * new}, or let the reward pay for answers that end."
+    if (cut := late(run, name)) is None or cut <= limit(name):
+        return
+    new = run.config.get("rollout.sampling.max_new_tokens", 0)
+    text = f"{percent(cut)} of the answers of the last third were cut off"
+    shown = [each for each in _late_rollouts(run) if each.last_turn and each.purpose is Purpose.TRAIN]
+    ended, off = ([each for each in shown if each.truncated is truncated] for truncated in (False, True))
+    right = [each.last_turn for each in ended if each.exact_match >= 1]
+    if off and sum(each.last_turn < new for each in off) > len(off) / 2:
+        text += f", of the recorded ones most before they had {new} tokens."
+        do = (
+            "Another limit than rollout.sampling.max_new_tokens cuts them: raise generator.max_model_len,"
+            " rollout.max_sampled_tokens if it is set, or the max_tokens for which a program asks."
+        )
         yield finding(Kind.WARNING, name, "Answers are cut by length", text, do)
+    elif len(right) >= FEWEST_RIGHT and fmean(right) + SURE * pstdev(right) < new:
+        text += f" after {new} tokens. Right ones that ended had {fmean(right):.3g} on average, so there is room."
+        paid, other = (fmean(each.reward for each in some) if some else 0.0 for some in (off, ended))
+        do = "Let the reward pay for answers that end."
+        if off and paid < other:
+            do = f"The reward pays for it ({other:.2f}, {paid:.2f} where it cuts): see other findings, or train longer."
+        yield finding(Kind.WARNING, name, "The policy does not end its answers", text, do)
+    else:
+        do = f"Set --rollout.sampling.max-new-tokens {2 * new}, or let the reward pay for answers that end."
+        yield finding(Kind.WARNING, name, "Answers are cut by length", f"{text} after {new} tokens.", do)
 
 
 def _dead_symbols(run: Run) -> Iterator[Finding]:
