@@ -284,6 +284,22 @@ def test_a_policy_that_does_not_end_its_answers_is_told_from_a_room_that_is_too_
     assert do in said(run, title).do
 
 
+@pytest.mark.parametrize(
+    ("wanted", "best", "tokenizer", "title"),
+    [
+        ("12345678", 0.6, "symbols", "The policy does not end its answers"),
+        ("123456789", 0.6, "symbols", "Answers are cut by length"),  # no token is left to end it
+        ("12345678", 0.6, "chat", "Answers are cut by length"),  # nobody knows how many tokens that takes
+        ("12345678", 0.4, "symbols", "Answers are cut by length"),  # those that go on are better
+    ],
+)
+def test_before_anything_is_right_the_wanted_answer_tells_how_much_room_it_needs(wanted, best, tokenizer, title):
+    settings = {"rollout.sampling.max_new_tokens": 9, "policy.tiny.symbols": "1", "policy.tiny.tokenizer": tokenizer}
+    ended = structs.replace(ROLLOUT, wanted=wanted, reward=best, last_turn=9)
+    rollouts = [ended, structs.replace(CUT, wanted=wanted)]
+    assert title in titles(run_of(config=settings, rollout__truncated_share=[0.4] * STEPS, rollouts=rollouts))
+
+
 def test_causes_of_failures_are_counted():
     error = "tool calls of train prompt {}: KeyError: 'x' (a.py:3)\nmore"
     failing = [structs.replace(ROLLOUT, error=error.format(prompt), failure=FailureKind.TOOL) for prompt in (3, 5, 57)]

@@ -40,7 +40,8 @@ LITTLE = 0.1
 """Of the largest reward: a mean below it is no signal to speak of."""
 FEW_SAMPLES = 4
 FEWEST_RIGHT = 5
-"""Recorded answers that are right, before their lengths tell how much room one needs."""
+"""Recorded answers that are right, or better than all that were cut, before their lengths tell how much room one needs;
+of more, the best twice as many count."""
 FEWEST_WANTED = 5
 """Rollouts that want a symbol before it is called dead."""
 SCORES = ("evaluation/exact_match", "evaluation/reward", "rollout/reward_mean")
@@ -259,7 +260,7 @@ def _evaluation_differs(run: Run) -> Iterator[Finding]:
 
 
 def _cut(run: Run) -> Iterator[Finding]:
-    """Answers that are cut off, and by which limit. A right answer that ended well within the room shows that the room
+    """Answers that are cut off, and by which limit. Better answers that ended well within the room show that the room
     is not too small."""
     name = "rollout/truncated_share"
     if (cut := late(run, name)) is None or cut <= limit(name):
@@ -268,7 +269,16 @@ def _cut(run: Run) -> Iterator[Finding]:
     text = f"{percent(cut)} of the answers of the last third were cut off"
     shown = [each for each in _late_rollouts(run) if each.last_turn and each.purpose is Purpose.TRAIN]
     ended, off = ([each for each in shown if each.truncated is truncated] for truncated in (False, True))
-    right = [each.last_turn for each in ended if each.exact_match >= 1]
+    most = max((each.reward for each in off), default=math.inf)
+    better = [each for each in ended if each.exact_match >= 1 or each.reward > most]
+    best = [each.last_turn for each in sorted(better, key=lambda each: -each.reward)[: 2 * FEWEST_RIGHT]]
+    symbols = run.config.get("policy.tiny.symbols") and run.config.get("policy.tiny.tokenizer") != "chat"
+    wanted = max((len(each.wanted) for each in shown), default=0)
+    need, why = math.inf, ""
+    if len(best) >= FEWEST_RIGHT:
+        need, why = fmean(best) + SURE * pstdev(best), f"The best that ended had {fmean(best):.3g} on average"
+    elif better and symbols and wanted:  # one token each, and what ended did best
+        need, why = wanted, f"Right ones have at most {wanted}, and one that ends them"
     if off and sum(each.last_turn < new for each in off) > len(off) / 2:
         text += f", of the recorded ones most before they had {new} tokens."
         do = (
@@ -276,8 +286,8 @@ def _cut(run: Run) -> Iterator[Finding]:
             " rollout.max_sampled_tokens if it is set, or the max_tokens for which a program asks."
         )
         yield finding(Kind.WARNING, name, "Answers are cut by length", text, do)
-    elif len(right) >= FEWEST_RIGHT and fmean(right) + SURE * pstdev(right) < new:
-        text += f" after {new} tokens. Right ones that ended had {fmean(right):.3g} on average, so there is room."
+    elif need < new:
+        text += f" after {new} tokens. {why}, so there is room."
         paid, other = (fmean(each.reward for each in some) if some else 0.0 for some in (off, ended))
         do = "Let the reward pay for answers that end."
         if off and paid < other:
