@@ -264,6 +264,42 @@ def test_answers_that_are_cut_get_twice_the_room():
     assert "--rollout.sampling.max-new-tokens 6" in said(run, "Answers are cut by length").do
 
 
+CUT = structs.replace(ROLLOUT, stop_reason=StopReason.DONE, truncated=True, reward=0.5, last_turn=9)
+
+
+@pytest.mark.parametrize(
+    ("right", "cut", "title", "do"),
+    [
+        ([6, 6, 6, 7, 6], CUT, "The policy does not end its answers", "The reward pays for it (1.00, 0.50"),
+        ([6] * 5, structs.replace(CUT, reward=1.0), "The policy does not end its answers", "Let the reward pay"),
+        ([3, 4, 6, 8, 8], CUT, "Answers are cut by length", "--rollout.sampling.max-new-tokens 18"),  # others need more
+        ([6] * 4, CUT, "Answers are cut by length", "--rollout.sampling.max-new-tokens 18"),  # too few to tell
+        ([6] * 5, structs.replace(CUT, last_turn=4), "Answers are cut by length", "Another limit"),
+    ],
+)
+def test_a_policy_that_does_not_end_its_answers_is_told_from_a_room_that_is_too_small(right, cut, title, do):
+    ended = [structs.replace(ROLLOUT, stop_reason=StopReason.DONE, last_turn=each) for each in right]
+    settings, share = {"rollout.sampling.max_new_tokens": 9}, [0.4] * STEPS
+    run = run_of(config=settings, rollout__truncated_share=share, rollouts=[*ended, cut, cut, cut])
+    assert do in said(run, title).do
+
+
+@pytest.mark.parametrize(
+    ("wanted", "best", "tokenizer", "title"),
+    [
+        ("12345678", 0.6, "symbols", "The policy does not end its answers"),
+        ("123456789", 0.6, "symbols", "Answers are cut by length"),  # no token is left to end it
+        ("12345678", 0.6, "chat", "Answers are cut by length"),  # nobody knows how many tokens that takes
+        ("12345678", 0.4, "symbols", "Answers are cut by length"),  # those that go on are better
+    ],
+)
+def test_before_anything_is_right_the_wanted_answer_tells_how_much_room_it_needs(wanted, best, tokenizer, title):
+    settings = {"rollout.sampling.max_new_tokens": 9, "policy.tiny.symbols": "1", "policy.tiny.tokenizer": tokenizer}
+    ended = structs.replace(ROLLOUT, wanted=wanted, reward=best, last_turn=9)
+    rollouts = [ended, structs.replace(CUT, wanted=wanted)]
+    assert title in titles(run_of(config=settings, rollout__truncated_share=[0.4] * STEPS, rollouts=rollouts))
+
+
 def test_causes_of_failures_are_counted():
     error = "tool calls of train prompt {}: KeyError: 'x' (a.py:3)\nmore"
     failing = [structs.replace(ROLLOUT, error=error.format(prompt), failure=FailureKind.TOOL) for prompt in (3, 5, 57)]

@@ -26,6 +26,7 @@ from titan_rl.loop.system import System, group_request
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group import MAX_ATTEMPTS
+from titan_rl.scheduling.schedule import warm_up_is_over
 from titan_rl.types import PolicyVersion, Purpose
 
 if TYPE_CHECKING:
@@ -35,17 +36,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-ENOUGH_STEPS = 10
-"""In a row with a loss below `trainer.warmup.enough_loss`."""
-
-
 async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
     """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0. Raises TaskError: a demonstration
     cannot be made; SamplesLost: some were lost again and again."""
-    steps, enough = system.config.trainer.warmup.steps, system.config.trainer.warmup.enough_loss
-    if not steps:
+    config, losses = system.config.trainer.warmup, list[float]()
+    if not (steps := config.steps):
         return
-    below = 0  # steps in a row
     ahead = _demonstrate(system, 0)
     owned: SampleBatch | None = None  # samples of the current step
     try:
@@ -66,13 +62,14 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
                         owned = await _shown(_demonstrate(system, step, attempt))
                 await system.rollouts.release(owned)
                 owned = None
-            below = below + 1 if metrics["loss"] < enough else 0
-            if below == ENOUGH_STEPS and step + 1 < steps:
-                display.print_line(f"warm-up step {step + 1}/{steps}  loss {metrics['loss']:.4f}: enough")
+            losses.append(metrics["loss"])
+            over = warm_up_is_over(losses, enough=config.enough_loss, flat=config.flat_steps)
+            if over and step + 1 < steps:
+                display.print_line(f"warm-up step {step + 1}/{steps}  loss {losses[-1]:.4f}: {over}")
                 await _give_up(system, None, ahead)
                 return
             if (step + 1) % max(1, steps // 5) == 0:
-                display.print_line(f"warm-up step {step + 1}/{steps}  loss {metrics['loss']:.4f}")
+                display.print_line(f"warm-up step {step + 1}/{steps}  loss {losses[-1]:.4f}")
     except Exception:
         await _give_up(system, owned, ahead)
         raise

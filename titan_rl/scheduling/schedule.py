@@ -1,4 +1,4 @@
-"""When versions are published and evaluated, how many groups are let in, and when the run is over.
+"""When versions are published and evaluated, how many groups are let in, and when warm-up and run are over.
 
 Always true:
 
@@ -12,14 +12,36 @@ Always true:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from statistics import fmean
 from typing import Any
 
 from titan_rl.errors import NothingToTrain
 from titan_rl.scheduling.group import Batch
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
+
+ENOUGH_STEPS = 10
+"""Of a warm-up, in a row with a loss below `trainer.warmup.enough_loss`."""
+STILL = 0.98
+"""Of the mean loss before; a larger mean has stopped falling."""
+FALLEN = 0.2
+"""Of the first losses. A loss that stands still above has learned nothing yet: many fall late, and then fast."""
+
+
+def warm_up_is_over(losses: Sequence[float], *, enough: float, flat: int) -> str:
+    """Why a warm-up is over after steps with these losses; empty: it goes on. `enough`, `flat`: settings of
+    `trainer.warmup`, 0: none."""
+    if len(losses) >= ENOUGH_STEPS and max(losses[-ENOUGH_STEPS:]) < enough:
+        return "enough"
+    window = max(flat, len(losses) // 4)  # it stands still for as long as it took to come there
+    if flat and len(losses) >= 2 * window:
+        before, last = fmean(losses[-2 * window : -window]), fmean(losses[-window:])
+        if STILL * before < last < FALLEN * fmean(losses[:ENOUGH_STEPS]):
+            return "it falls no more"
+    return ""
 
 
 class Schedule:

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import correlation, fmean, stdev
+from statistics import correlation, fmean, pstdev, stdev
 
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.types import Purpose
@@ -39,6 +39,9 @@ NO_KL = 1e-6
 LITTLE = 0.1
 """Of the largest reward: a mean below it is no signal to speak of."""
 FEW_SAMPLES = 4
+FEWEST_RIGHT = 5
+"""Recorded answers that are right, or better than all that were cut, before their lengths tell how much room one needs;
+of more, the best twice as many count."""
 FEWEST_WANTED = 5
 """Rollouts that want a symbol before it is called dead."""
 SCORES = ("evaluation/exact_match", "evaluation/reward", "rollout/reward_mean")
@@ -257,12 +260,42 @@ def _evaluation_differs(run: Run) -> Iterator[Finding]:
 
 
 def _cut(run: Run) -> Iterator[Finding]:
+    """Answers that are cut off, and by which limit. Better answers that ended well within the room show that the room
+    is not too small."""
     name = "rollout/truncated_share"
-    if (cut := late(run, name)) is not None and cut > limit(name):
-        new = run.config.get("rollout.sampling.max_new_tokens", 0)
-        text = f"{percent(cut)} of the answers of the last third were cut off after {new} tokens."
-        do = f"Set --rollout.sampling.max-new-tokens {2 * new}, or let the reward pay for answers that end."
+    if (cut := late(run, name)) is None or cut <= limit(name):
+        return
+    new = run.config.get("rollout.sampling.max_new_tokens", 0)
+    text = f"{percent(cut)} of the answers of the last third were cut off"
+    shown = [each for each in _late_rollouts(run) if each.last_turn and each.purpose is Purpose.TRAIN]
+    ended, off = ([each for each in shown if each.truncated is truncated] for truncated in (False, True))
+    most = max((each.reward for each in off), default=math.inf)
+    better = [each for each in ended if each.exact_match >= 1 or each.reward > most]
+    best = [each.last_turn for each in sorted(better, key=lambda each: -each.reward)[: 2 * FEWEST_RIGHT]]
+    symbols = run.config.get("policy.tiny.symbols") and run.config.get("policy.tiny.tokenizer") != "chat"
+    wanted = max((len(each.wanted) for each in shown), default=0)
+    need, why = math.inf, ""
+    if len(best) >= FEWEST_RIGHT:
+        need, why = fmean(best) + SURE * pstdev(best), f"The best that ended had {fmean(best):.3g} on average"
+    elif better and symbols and wanted:  # one token each, and what ended did best
+        need, why = wanted, f"Right ones have at most {wanted}, and one that ends them"
+    if off and sum(each.last_turn < new for each in off) > len(off) / 2:
+        text += f", of the recorded ones most before they had {new} tokens."
+        do = (
+            "Another limit than rollout.sampling.max_new_tokens cuts them: raise generator.max_model_len,"
+            " rollout.max_sampled_tokens if it is set, or the max_tokens for which a program asks."
+        )
         yield finding(Kind.WARNING, name, "Answers are cut by length", text, do)
+    elif need < new:
+        text += f" after {new} tokens. {why}, so there is room."
+        paid, other = (fmean(each.reward for each in some) if some else 0.0 for some in (off, ended))
+        do = "Let the reward pay for answers that end."
+        if off and paid < other:
+            do = f"The reward pays for it ({other:.2f}, {paid:.2f} where it cuts): see other findings, or train longer."
+        yield finding(Kind.WARNING, name, "The policy does not end its answers", text, do)
+    else:
+        do = f"Set --rollout.sampling.max-new-tokens {2 * new}, or let the reward pay for answers that end."
+        yield finding(Kind.WARNING, name, "Answers are cut by length", f"{text} after {new} tokens.", do)
 
 
 def _dead_symbols(run: Run) -> Iterator[Finding]:

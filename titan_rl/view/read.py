@@ -43,6 +43,8 @@ class ListedRollout(RolloutRecord, frozen=True, kw_only=True):
     """The policy's last message."""
     gap: float | None
     """Largest difference between the logprobs of trainer and generator; None: there is none."""
+    last_turn: int = 0
+    """Tokens that it sampled in its last turn; 0: nothing says."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,7 @@ def read_listed(line: Mapping[str, Any], offset: int) -> ListedRollout:
         prompt=str(messages[asked].get("content") or "") if asked >= 0 else "",
         answer=str(messages[answers[-1]].get("content") or "") if answers else "",
         gap=max(gaps, default=None),
+        last_turn=record.turns[-1].tokens if record.turns else 0,
     )
 
 
