@@ -13,7 +13,6 @@ from policy_scenarios import (
     assemble,
     mixed_batch,
     on_layout,
-    relative_error,
     sampled_with,
     shards_of,
     train,
@@ -31,10 +30,11 @@ from titan_rl.policy.packing import plan_step, split_by_group
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 
 TEMPERATURE = 0.7
-LR, EPS = 0.5, 1.0
+LR, EPS = 0.1, 1.0
 BY_GRADIENT = OptimizerConfig(lr=LR, betas=(0.0, 0.0), eps=EPS, max_grad_norm=0.0)
 """A step changes a weight by -LR g / (|g| + EPS), whatever came before."""
-WAYS = {"epochs": (3, 1), "mini-batches": (1, 3), "both": (2, 4)}
+WAYS = {"epochs": (2, 1), "mini-batches": (1, 3), "both": (2, 3)}
+CASES = [("epochs", "decoupled_ppo"), ("mini-batches", "decoupled_ppo"), ("both", "decoupled_ppo"), ("both", "grpo")]
 LAYOUTS = {"one": (1, 1), "two": (2, 1)}
 
 
@@ -77,45 +77,44 @@ def several_steps(model_path: str, data_parallel: int, tensor_parallel: int) -> 
         )
         return updater(model_path, config, temperature=TEMPERATURE)
 
-    for name, (epochs, minibatches) in WAYS.items():
-        for loss in ("decoupled_ppo", "grpo"):
-            policy = policy_of(epochs, minibatches, loss)
-            result.setdefault("loaded", shards_of(policy))
-            metrics = train(policy, batch)
-            result[name, loss] = shards_of(policy), metrics, policy.step
-        again = policy_of(epochs, minibatches, loss)
-        train(again, batch)
-        result[name, "again"] = shards_of(again)
+    for name, loss in CASES:
+        policy = policy_of(*WAYS[name], loss)
+        result.setdefault("loaded", shards_of(policy))
+        metrics = train(policy, batch)
+        result[name, loss] = shards_of(policy), metrics, policy.step
+    again = policy_of(*WAYS["both"])
+    train(again, batch)
+    result["again"] = shards_of(again)
 
     kept = TokenScoreRecorder([(sample.group_id, sample.sample) for sample in batch.samples])
     train(policy_of(1, 1), batch, kept)
     result["logprobs"] = {name: scores.logprobs for name, scores in kept.scores.items()}
 
-    missing = policy_of(2, 4)
-    missing.samples = Failing(later_group(batch, 4))
+    missing = policy_of(1, 3)
+    missing.samples = Failing(later_group(batch, 3))
     try:
         train(missing, batch)
     except SamplesLost as error:
         result["lost"] = str(error), shards_of(missing), missing.step
 
-    torn, errors = policy_of(2, 4), []
-    for each in (spoilt_later(batch, 4), batch):
+    torn, errors = policy_of(1, 3), []
+    for each in (spoilt_later(batch, 3), batch):
         try:
             train(torn, each)
         except TrainingError as error:
             errors.append(str(error))
     result["torn"] = errors, torn.step
 
-    schedule = OptimizerConfig(lr=1e-3, warmup_steps=4)
-    scheduled = policy_of(2, 4, optimizer=schedule)
-    result["lr"] = [train(scheduled, batch)["lr"] for _ in range(3)]
     return result
 
 
 def on_policy(model_path: str, logprobs: dict[Any, np.ndarray]) -> dict[str, float]:
-    """A batch that these very weights sampled, in steps that change them much."""
-    policy = updater(model_path, trainer(1, 1, epochs=2, minibatches=4, optimizer=BY_GRADIENT), temperature=TEMPERATURE)
-    return train(policy, sampled_with(mixed_batch(), logprobs))
+    """Metrics of a batch that these very weights sampled, in steps that change them much; and two steps' rates."""
+    several = {"epochs": 2, "minibatches": 4}
+    policy = updater(model_path, trainer(1, 1, optimizer=BY_GRADIENT, **several), temperature=TEMPERATURE)
+    scheduled = updater(model_path, trainer(1, 1, optimizer=OptimizerConfig(lr=1.0, warmup_steps=2), **several))
+    metrics = train(policy, sampled_with(mixed_batch(), logprobs))
+    return metrics | {f"lr of step {step}": train(scheduled, mixed_batch())["lr"] for step in range(2)}
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +168,7 @@ def by_hand(path: Path, epochs: int, minibatches: int, loss: str) -> tuple[dict[
     return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}, seen
 
 
-@pytest.mark.parametrize("loss", ["decoupled_ppo", "grpo"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "loss"), CASES)
 def test_the_weights_after_a_batch_are_those_of_float64_on_one_rank_and_on_two(results, path, way, loss):
     wanted, seen = by_hand(path, *WAYS[way], loss)
     assert {"clipped", "free"} <= seen and ("dropped" in seen) == (loss == "decoupled_ppo")
@@ -178,22 +176,23 @@ def test_the_weights_after_a_batch_are_those_of_float64_on_one_rank_and_on_two(r
         ranks = results[layout]
         loaded = assemble([rank["loaded"] for rank in ranks])
         trained = assemble([rank[way, loss][0] for rank in ranks])
-        changes = {name: trained[name].astype(np.float64) - loaded[name] for name in loaded}
-        assert relative_error(changes, {name: wanted[name] - loaded[name] for name in loaded}) < 1e-4
+        assert trained.keys() == wanted.keys()
+        for name, exact in wanted.items():
+            rounding = 2e-7 * np.linalg.norm(exact)  # of the weights, which are float32
+            error, change = np.linalg.norm(trained[name] - exact), np.linalg.norm(exact - loaded[name])
+            assert error < 1e-5 * change + rounding < 0.01 * change, name
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_batch_is_one_step_and_gives_the_same_bits_and_numbers_every_time(results, layout, way):
-    epochs, minibatches = WAYS[way]
+def test_a_batch_is_one_step_and_gives_the_same_bits_and_numbers_every_time(results, layout):
     for rank in results[layout]:
-        shards, metrics, step = rank[way, "grpo"]
-        for one, other in zip(shards, rank[way, "again"], strict=True):
+        shards, metrics, step = rank["both", "decoupled_ppo"]
+        for one, other in zip(shards, rank["again"], strict=True):
             np.testing.assert_array_equal(one[1], other[1])
         assert step == 1
         batch = mixed_batch()
         assert metrics["trained_tokens"] == metrics["on_policy_tokens"] == batch.trained_tokens
-        alone = results["one"][0][way, "grpo"][1]
+        alone = results["one"][0]["both", "decoupled_ppo"][1]
         depends = {"seconds", "imbalance"}
         assert {name: value for name, value in metrics.items() if name not in depends} == pytest.approx(
             {name: value for name, value in alone.items() if name not in depends}, rel=1e-3, abs=1e-5
@@ -204,7 +203,7 @@ def test_a_batch_is_one_step_and_gives_the_same_bits_and_numbers_every_time(resu
 def test_samples_that_a_later_optimizer_step_would_miss_are_missed_before_the_first(results, layout):
     for rank in results[layout]:
         message, shards, step = rank["lost"]
-        assert f"group {later_group(mixed_batch(), 4)} lost" in message and step == 0
+        assert f"group {later_group(mixed_batch(), 3)} lost" in message and step == 0
         for before, after in zip(rank["loaded"], shards, strict=True):
             np.testing.assert_array_equal(before[1], after[1])
 
@@ -213,23 +212,21 @@ def test_samples_that_a_later_optimizer_step_would_miss_are_missed_before_the_fi
 def test_weights_within_a_batch_are_never_trained_again(results, layout):
     for rank in results[layout]:
         (first, second), step = rank["torn"]
-        assert "loss is nan" in first and "3 optimizer steps of its batch were made" in first
+        assert "loss is nan" in first and "2 optimizer steps of its batch were made" in first
         assert "failed in its middle" in second
         assert step == 0
 
 
-def test_the_learning_rate_is_a_batchs(results):
-    assert results["one"][0]["lr"] == pytest.approx([2.5e-4, 5e-4, 7.5e-4], rel=0.35)
-    assert results["one"][0]["lr"][0] < results["one"][0]["lr"][1] < results["one"][0]["lr"][2] < 1e-3
-
-
-def test_the_engine_is_compared_with_the_weights_before_the_batch(results, path, tmp_path):
+def test_the_engine_is_compared_with_the_weights_before_the_batch_and_the_schedule_counts_batches(
+    results, path, tmp_path
+):
     scenario = on_layout(on_policy, (1, 1), model_path=str(path), logprobs=results["one"][0]["logprobs"])
     scenario.kwargs = {name: scenario.kwargs[name] for name in ("model_path", "logprobs")}
     metrics = Results({"on-policy": scenario}, {"on-policy"}, tmp_path)["on-policy"][0]
     assert metrics["on_policy_tokens"] == metrics["trained_tokens"]
     assert metrics["logprob_difference_max"] < 2e-5
     assert metrics["weight_max"] > 1.01
+    assert (metrics["lr of step 0"], metrics["lr of step 1"]) == pytest.approx((0.5, 1.0))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 50])
