@@ -24,6 +24,7 @@ class Token:
     logprob: torch.Tensor  # a float64 scalar
     behaviour: float
     advantage: float
+    before: float | None = None  # the batch's first optimizer step
 
     @property
     def log_ratio(self) -> torch.Tensor:
@@ -164,6 +165,13 @@ def topr(sample: Sample) -> list[Gain]:
     return [weighted(w, t, w < 1) for w, t in zip(taper, sample, strict=True)]
 
 
+def decoupled_ppo(token: Token) -> Gain:
+    before = token.logprob.item() if token.before is None else token.before
+    weight = exp(torch.tensor(before - token.behaviour, dtype=torch.float64)).item()
+    gain, lost = ppo(exp(token.logprob - before), token.advantage, 0.2, 0.2)
+    return (0.0, True) if weight > 5.0 else (weight * gain, lost)
+
+
 def grpo(low: float, high: float) -> Callable[[Sample], list[Gain]]:
     return per_token(lambda token: ppo(token.ratio, token.advantage, low, high))
 
@@ -172,7 +180,7 @@ LOSSES: dict[str, tuple[str, Callable[[Sample], list[Gain]]]] = {
     "cispo": ("token_mean", per_token(lambda t: weighted(min(t.weight, 5.0), t, t.weight > 5.0))),
     "clip_cov": ("token_mean", clip_cov),
     "dapo": ("token_mean", grpo(0.2, 0.28)),
-    "decoupled_ppo": ("token_mean", per_token(lambda t: weighted(t.weight * (t.weight <= 5.0), t, t.weight > 5.0))),
+    "decoupled_ppo": ("token_mean", per_token(decoupled_ppo)),
     "dppo": ("token_mean", dppo(total_variation, 0.15)),
     "dr_grpo": ("sample_sum", grpo(0.2, 0.2)),
     "dual_clip": ("token_mean", per_token(dual_clip)),

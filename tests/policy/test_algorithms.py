@@ -28,8 +28,9 @@ CREDIT = sorted(algorithms.catalogue("advantages"))
 OF_WHOLE_SAMPLES = {"gmpo", "gspo", "mis", "topr"}
 """Their papers give all tokens of an answer one advantage."""
 
-Rows = list[list[tuple[float, float, float]]]
-"""Of each sample and token: logprob, behaviour logprob, advantage; float32 numbers."""
+Rows = list[list[tuple[float, ...]]]
+"""Of each sample and token: logprob, behaviour logprob, advantage, and where a batch is trained in several optimizer
+steps the logprob before the first; float32 numbers."""
 
 
 def function(name: str, kind: str) -> Callable[..., Any]:
@@ -58,13 +59,14 @@ def rows(
 
 def trained(step: Rows, dtype: torch.dtype = torch.float64, entropy: float = 2.0, **numbers: float) -> TrainedTokens:
     flat = [token for sample in step for token in sample]
-    logprobs, behaviour, advantages = (torch.tensor([t[place] for t in flat], dtype=dtype) for place in range(3))
+    logprobs, behaviour, advantages, *before = (torch.tensor(column, dtype=dtype) for column in zip(*flat, strict=True))
     return TrainedTokens(
         logprobs=logprobs.requires_grad_(),
         entropies=torch.full((len(flat),), entropy, dtype=dtype, requires_grad=True),
         behaviour_logprobs=behaviour,
         advantages=advantages,
         samples=torch.tensor([number for number, sample in enumerate(step) for _ in sample], dtype=torch.int64),
+        proximal_logprobs=before[0] if before else None,
         **numbers,
     )
 
@@ -96,7 +98,7 @@ def by_oracle(name: str, step: Rows, **of_every: float) -> tuple[float, list[flo
     scalars = [[torch.tensor(t[0], dtype=torch.float64, requires_grad=True) for t in sample] for sample in step]
     tokens = [
         [
-            oracles.Token(scalar, t[1], (t[2] - center) / (scale + 1e-8))
+            oracles.Token(scalar, t[1], (t[2] - center) / (scale + 1e-8), *t[3:])
             for scalar, t in zip(sample, values, strict=True)
         ]
         for sample, values in zip(scalars, step, strict=True)
@@ -137,6 +139,32 @@ def test_a_loss_is_its_papers_equation_with_other_arguments(name, monkeypatch):
         value, gradient, lost = by_oracle(name, step)
         close([found[0], *found[1]], [value, *gradient], 1e-10)
         assert found[2] == lost
+
+
+def later_in_its_batch(step: Rows, seed: int) -> Rows:
+    """The same tokens, when earlier optimizer steps have moved the policy: by little, and beyond the clips."""
+    draw = random.Random(seed)
+    return [
+        [(*t, float(np.float32(min(-1e-4, t[0] + draw.gauss(0, draw.choice([0.01, 0.3])))))) for t in sample]
+        for sample in step
+    ]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_only_decoupled_ppo_asks_for_the_policy_before_the_batch(name):
+    seen = set()
+    for seed in range(6):
+        step = later_in_its_batch(rows(seed), seed)
+        objective, numbers = objective_of(name), moments(step)
+        value, gradient, lost = by_oracle(name, step)
+        found = computed(objective, trained(step, **numbers), objective.divisor(plan_of(step)))
+        size = sum(abs(t[0] * each) for t, each in zip(sum(step, []), gradient, strict=True))
+        close([found[0]], [value], 1e-10 * max(1.0, size / max(1.0, abs(value))))
+        close(found[1], gradient, 1e-10)
+        assert found[2] == lost
+        before = computed(objective, trained([[t[:3] for t in s] for s in step], **numbers), 1)
+        seen.add(torch.equal(before[1], computed(objective, trained(step, **numbers), 1)[1]))
+    assert seen == {name != "decoupled_ppo"}
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)

@@ -92,7 +92,7 @@ def test_the_loss_is_a_sum_and_entropy_lowers_it():
         (LossConfig(kwargs={"clip": 0.2}), "clip"),
         (LossConfig(kwargs={"aggregation": "mean"}), "sample_mean"),
         (LossConfig(kwargs={"sequence_low": 2.0, "sequence_high": 1.0}), "sequence_low"),
-        (LossConfig(name="decoupled_ppo", kwargs={"clip_low": 0.2}), "clip_low"),
+        (LossConfig(name="decoupled_ppo", kwargs={"cap": 2.0}), "cap"),
         (LossConfig(name="reinforce", kwargs={"clip_low": 0.2}), "clip_low"),
     ],
 )
@@ -231,6 +231,7 @@ def test_metrics_of_any_log_ratio_are_numbers(log_ratio):
         loss_metrics={},
         entropies=torch.ones(2),
         log_ratio=torch.full((2,), log_ratio),
+        log_ratio_before=torch.full((2,), log_ratio),
         on_policy=torch.tensor([True, False]),
         reference_log_ratio=torch.full((2,), log_ratio),
     )

@@ -175,6 +175,12 @@ class TrainerConfig:
     order then give bitwise the same weights. Samples in another order, or another number of ranks, add in another
     order: weights differ in their last bits."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    epochs: Count = 1
+    """How often a batch is trained before its policy version is published. With several optimizer steps a batch, ratios
+    leave 1 without any staleness, and one more forward pass comes before the first."""
+    minibatches: Count = 1
+    """Optimizer steps of an epoch: each trains other groups, always the same ones of a batch, in the same order. A
+    batch of fewer groups with trained tokens makes as many as these."""
     loss: LossConfig = field(default_factory=LossConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     logprob_alarm: LogprobAlarmConfig = field(default_factory=LogprobAlarmConfig)

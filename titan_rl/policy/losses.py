@@ -21,7 +21,7 @@ from titan_rl.policy.config import LossConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titan_rl.policy.packing import PackingPlan
+    from titan_rl.policy.packing import MiniBatch, PackingPlan
 
 
 @dataclass(kw_only=True)
@@ -65,8 +65,8 @@ class Objective:
                 f"{self.sequence_low} and {self.sequence_high}"
             )
 
-    def divisor(self, plan: PackingPlan) -> int:
-        """What the sum over all micro-batches and ranks of a step is divided by."""
+    def divisor(self, plan: PackingPlan | MiniBatch) -> int:
+        """What the sum over all micro-batches and ranks of an optimizer step is divided by."""
         return plan.trained_tokens if self.aggregation == "token_mean" else plan.samples
 
     def total(self, values: Tensor, tokens: TrainedTokens) -> Tensor:

@@ -65,6 +65,8 @@ class MicroBatch:
     versions: Tensor  # [N] int64, encoded PolicyVersion
     supports: Supports | None
     """What the N trained tokens were drawn from. None: each from the whole vocabulary."""
+    proximal_logprobs: Tensor | None = None
+    """[N] float32, under the weights before the batch; None: these are the current ones."""
 
 
 def _untrained(group_id: int, tokens: int) -> TrainingSample:

@@ -34,11 +34,12 @@ class PolicyOptimizer:
         """Scale the gradients down to the maximal norm; returns the global norm they had, the same on all ranks."""
         return float(clip_grad_norm_(self._parameters, self._max_norm))
 
-    def step(self, kl: float = 0.0) -> float:
+    def step(self, kl: float = 0.0, *, last: bool = True) -> float:
         """Apply and drop the gradients; returns the learning rate that was used.
 
         Args:
             kl: nats between the policy and those that sampled this step (`OptimizerConfig.kl_band`).
+            last: of its batch; the schedule counts batches.
         """
         scale = self._kl_band / kl if 0 < self._kl_band < kl else 1.0
         rates = [group["lr"] for group in self._groups()]
@@ -50,7 +51,7 @@ class PolicyOptimizer:
             group["lr"] = rate
         self.discard_gradients()
         # torchtitan's schedule is not defined past its end; a longer run keeps the last rate.
-        if self._schedulers.schedulers[0].last_epoch < self._total_steps - 1:
+        if last and self._schedulers.schedulers[0].last_epoch < self._total_steps - 1:
             self._schedulers.step()
         return lr
 

@@ -5,6 +5,9 @@ ranks have the same number of micro-batches, because each one is a round of coll
 enter (a rank with fewer gets empty ones). The same lengths and groups give the same plan on every rank and in every
 run.
 
+Mini-batches divide a batch by groups, as a hash of their ids says: not by order, length or reward. The micro-batches of
+one follow each other, and each has a trained token.
+
 The samples of a group, which begin alike, stay together unless ranks would then differ by more than the longest sample,
 or a rank would need more micro-batches. The budget counts every sample whole: tokens that are shared count each time.
 """
@@ -14,10 +17,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import TrainingError
 from titan_rl.policy.config import TrainerConfig
+from titan_rl.seeding import derive_seed
+
+
+class MiniBatch(NamedTuple):
+    """What one optimizer step trains: so many next rounds, with these numbers over all ranks."""
+
+    rounds: int
+    samples: int
+    trained_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +38,8 @@ class PackingPlan:
     """`microbatches[rank][round]` holds indices of samples, those of a group next to each other."""
 
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
+    minibatches: tuple[MiniBatch, ...]
+    """Of one epoch, in the order of their rounds."""
     imbalance: float
     """Token slots that the ranks spend, waiting included, ÷ tokens: the sum over rounds of the fullest rank's tokens,
     times ranks, divided by all tokens. 1.0 is perfect."""
@@ -56,15 +71,52 @@ class PackingPlan:
 
 
 def plan_step(batch: SampleBatch, config: TrainerConfig) -> PackingPlan:
-    """Which rank computes which sample of a step in which micro-batch, and the step's numbers."""
-    return plan_packing(
-        batch.lengths,
-        batch.group_ids,
-        ranks=config.data_parallel,
-        tokens_per_microbatch=config.max_tokens_per_microbatch,
+    """Which rank computes which sample of a step in which micro-batch of which mini-batch, and the step's numbers."""
+    parts = split_by_group(batch, config.minibatches)
+    plans = [
+        plan_packing(
+            part.lengths,
+            part.group_ids,
+            ranks=config.data_parallel,
+            tokens_per_microbatch=config.max_tokens_per_microbatch,
+            trained_tokens=part.trained_tokens,
+        )
+        for part in (batch.select(positions) for positions in parts)
+    ]
+    tokens = sum(plan.tokens for plan in plans)
+    mean, deviation = batch.advantages
+    return PackingPlan(
+        microbatches=tuple(
+            tuple(
+                tuple(positions[index] for index in microbatch)
+                for positions, plan in zip(parts, plans, strict=True)
+                for microbatch in plan.microbatches[rank]
+            )
+            for rank in range(config.data_parallel)
+        ),
+        minibatches=tuple(each for plan in plans for each in plan.minibatches),
+        imbalance=sum(plan.imbalance * plan.tokens for plan in plans) / tokens if tokens else 1.0,
+        samples=len(batch),
+        tokens=tokens,
+        longest=max(plan.longest for plan in plans),
         trained_tokens=batch.trained_tokens,
-        advantages=batch.advantages,
+        advantage_mean=mean,
+        advantage_std=deviation,
     )
+
+
+def split_by_group(batch: SampleBatch, count: int) -> list[list[int]]:
+    """Positions of the samples of `count` mini-batches, or of fewer: each has a group with a trained token, and they
+    differ by one such group at most."""
+    members: dict[int, list[int]] = {}
+    for position, group in enumerate(batch.group_ids):
+        members.setdefault(group, []).append(position)
+    trains = {ref.group_id for ref in batch.refs if ref.trained_tokens}
+    dealt = sorted(members, key=lambda group: (group not in trains, derive_seed("mini-batch", group)))
+    count = max(1, min(count, len(trains)))
+    return [
+        sorted(position for group in dealt[number::count] for position in members[group]) for number in range(count)
+    ]
 
 
 def plan_packing(
@@ -74,14 +126,13 @@ def plan_packing(
     ranks: int,
     tokens_per_microbatch: int,
     trained_tokens: int = 0,
-    advantages: tuple[float, float] = (0.0, 1.0),
 ) -> PackingPlan:
-    """Spread samples over ranks evenly, then over as few micro-batches as first-fit-decreasing needs, or fewer.
+    """One mini-batch: samples are spread over ranks evenly, then over as few micro-batches as first-fit-decreasing
+    needs, or fewer.
 
     Args:
         lengths, groups: of each sample its tokens, at least 1, and its group.
         ranks: data-parallel ranks.
-        advantages: their mean and deviation.
 
     Raises:
         TrainingError: a sample is empty or longer than the budget.
@@ -103,13 +154,12 @@ def plan_packing(
         microbatches=tuple(
             tuple(tuple(bin_) for bin_ in rank_bins) + ((),) * (rounds - len(rank_bins)) for rank_bins in bins
         ),
+        minibatches=(MiniBatch(rounds, len(lengths), trained_tokens),),
         imbalance=slots / sum(lengths) if lengths else 1.0,
         samples=len(lengths),
         tokens=sum(lengths),
         longest=max(lengths, default=0),
         trained_tokens=trained_tokens,
-        advantage_mean=advantages[0],
-        advantage_std=advantages[1],
     )
 
 

@@ -1,8 +1,8 @@
-"""Metrics of one train step: gathered per micro-batch without waiting for the device, reduced over ranks twice.
+"""Metrics of one train step: gathered per micro-batch without waiting for the device, reduced over ranks.
 
-The first reduction (sums) comes before the optimizer and says whether loss and gradient are finite anywhere; the
-second (maxima, time) ends the step. After both, every rank reports the same numbers: sums over the tokens of all
-data-parallel ranks, each token once, divided only after they were summed.
+Sums are reduced before each optimizer step, and say whether loss and gradient are finite anywhere; maxima and time at
+the end. Every rank reports the same numbers: sums over the tokens of all data-parallel ranks, in all optimizer steps,
+each token once in each, divided only after they were summed.
 
 How far the samples are off-policy is measured on every trained token, whatever the loss makes of it, from the weight
 w = exp(logprob - behaviour logprob) of a token that the behaviour policy sampled (Schulman 2020, "Approximating KL
@@ -18,8 +18,9 @@ With a reference policy, and v = exp(reference logprob - logprob) of the same to
     reference_kl_k1         mean of -log v: estimates KL(current || reference), unbiased on-policy, of either sign
     reference_kl_k3         mean of v - 1 - log v: never negative
 
-How far the engine is from the trainer is measured on the tokens that this very version sampled, where w should be 1:
-logprob_difference_mean and _max of |log w|, and logprob_outside_share, how many have w outside [0.9, 1.1].
+How far the engine is from the trainer is measured on the tokens that this very version sampled, where w should be 1 at
+the weights before the batch: logprob_difference_mean and _max of |log w|, and logprob_outside_share, how many have w
+outside [0.9, 1.1].
 """
 
 import math
@@ -60,7 +61,7 @@ e^709, and e^-600 is above 0: otherwise the effective sample size would be infin
 
 
 class StepMetrics:
-    """Add micro-batches, `reduce_sums`, then `report` (or `describe_failure`).
+    """For each optimizer step add micro-batches and `reduce_sums`, then `report` (or `describe_failure`).
 
     Args:
         counted: False on ranks that repeat another's tokens (tensor parallelism); they add nothing to sums.
@@ -73,11 +74,13 @@ class StepMetrics:
         self._reference = reference
         self._sums: Tensor | None = None  # float64, of what `_SUMS` names
         self._maxima: Tensor | None = None  # float64, of what `_MAXIMA` names
-        self._totals: dict[str, float] = {}
+        self._totals = dict.fromkeys(_SUMS, 0.0)
+        self.kl = 0.0
+        """`kl_k3` of the last optimizer step, after `reduce_sums`: the same on every rank."""
         self._own_loss = 0.0
         self._gradient_finite = True
         self.finite = True
-        """Whether loss and gradient are finite on all ranks; after `reduce_sums`."""
+        """Whether loss and gradient of the last optimizer step are finite on all ranks; after `reduce_sums`."""
 
     def add(
         self,
@@ -86,6 +89,7 @@ class StepMetrics:
         loss_metrics: Mapping[str, Tensor],
         entropies: Tensor,
         log_ratio: Tensor,
+        log_ratio_before: Tensor,
         on_policy: Tensor,
         reference_log_ratio: Tensor | None,
     ) -> None:
@@ -95,14 +99,15 @@ class StepMetrics:
             loss, loss_metrics: what the objective returned; {}: a warm-up's.
             entropies: [N] nats.
             log_ratio: [N] logprob - behaviour logprob.
-            on_policy: [N] bool, whether the current version sampled the token.
+            log_ratio_before: [N] the same at the weights before the batch.
+            on_policy: [N] bool, whether these sampled the token, and it is the first time that it is added.
             reference_log_ratio: [N] logprob - reference logprob; None: there is no reference.
         """
         # float64: the weights are squared, and a float32 weight of e^45 is all it takes to overflow.
         log_ratio = log_ratio.double()
         weight = log_ratio.clamp(-_LARGEST_LOG_WEIGHT, _LARGEST_LOG_WEIGHT).exp()
-        low, high = RATIO_BAND
-        difference = torch.where(on_policy, log_ratio.abs(), 0.0)
+        before = torch.where(on_policy, log_ratio_before.double(), 0.0)
+        difference, (low, high) = before.abs(), map(math.log, RATIO_BAND)
         away = log_ratio.new_zeros(1) if reference_log_ratio is None else reference_log_ratio.double()
         values = {
             **dict.fromkeys(("clip_share", "masked_share", "entropy_bonus"), weight.new_zeros(())),
@@ -118,7 +123,7 @@ class StepMetrics:
             "reference_kl_k3": (away.clamp(min=-_LARGEST_LOG_WEIGHT).neg().exp() - 1 + away).sum(),
             "on_policy_tokens": on_policy.sum().double(),
             "logprob_difference": difference.sum(),
-            "logprob_outside": (on_policy & ((weight < low) | (weight > high))).sum().double(),
+            "logprob_outside": ((before < low) | (before > high)).sum().double(),
             "weight_max": weight.max(),
             "logprob_difference_max": difference.max(),
         }
@@ -130,6 +135,7 @@ class StepMetrics:
     def reduce_sums(self, *, gradient_finite: bool) -> None:
         """Collective. Afterwards `finite` and the sums are the same on every rank."""
         own = torch.zeros(len(_SUMS), dtype=torch.float64) if self._sums is None else self._sums.cpu()
+        self._sums = None
         self._own_loss = float(own[_SUMS.index("loss")])
         self._gradient_finite = gradient_finite
         failed = torch.tensor([not math.isfinite(self._own_loss), not gradient_finite], dtype=torch.float64)
@@ -137,18 +143,15 @@ class StepMetrics:
         self._ranks.add(totals)
         losses, gradients, *sums = totals.tolist()
         self.finite = losses == gradients == 0
-        self._totals = dict(zip(_SUMS, sums, strict=True))
+        step = dict(zip(_SUMS, sums, strict=True))
+        self.kl = step["kl_k3"] / step["tokens"] if step["tokens"] else 0.0
+        self._totals = {name: self._totals[name] + step[name] for name in _SUMS}
 
     @property
     def engine_difference(self) -> tuple[float, float]:
         """Mean |logprob difference| and share outside `RATIO_BAND` over on-policy tokens; 0 where there are none."""
         total, count = self._totals, self._totals["on_policy_tokens"]
         return (total["logprob_difference"] / count, total["logprob_outside"] / count) if count else (0.0, 0.0)
-
-    @property
-    def kl(self) -> float:
-        """`kl_k3`, after `reduce_sums`: the same on every rank."""
-        return self._totals["kl_k3"] / self._totals["tokens"] if self._totals["tokens"] else 0.0
 
     def describe_failure(self, grad_norm: float) -> str:
         """Collective. Which ranks found what, in words."""
@@ -164,8 +167,8 @@ class StepMetrics:
         return "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in found.items())
 
     def report(self, *, seconds: float, divisor: float) -> dict[str, float]:
-        """Collective. The loss, whose sum is divided by `divisor`; means per trained token of the step; maxima over all
-        ranks; and the slowest rank's time."""
+        """Collective. The loss, whose sum is divided by `divisor`, of all optimizer steps together; means per trained
+        token of the step; maxima over all ranks; and the slowest rank's time."""
         empty = torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64)
         own = empty if self._maxima is None else self._maxima.cpu()
         maxima = torch.cat([torch.tensor([seconds], dtype=torch.float64), own])

@@ -1,6 +1,6 @@
 """What a step computes about every token of a few samples, for whoever records them.
 
-- The logprob is the trainer's, at the weights before the step.
+- The logprob is the trainer's, at the weights before the step: the sample's first optimizer step.
 - The weight of a token is minus the derivative of the step's loss by that logprob, at the same weights: near them the
   loss changes by -weight per nat. So it holds advantage, importance ratio, clip, masks and KL term, divided as
   the step's loss is. Positive: the step makes the token more likely; 0: the token pushes nothing. For

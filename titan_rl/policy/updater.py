@@ -4,10 +4,11 @@ Every public method is collective, unless it says otherwise: all ranks call the 
 same batch, or with their shares of it. They return the same on every rank, except `local_shards`.
 
 A step changes the weights completely or not at all: samples, loss and gradients are looked at, on all ranks, before
-the optimizer runs.
+the optimizer runs. Where a step is several optimizer steps (`trainer.epochs`, `trainer.minibatches`), all samples are
+there before the first; if a later one fails, the weights are neither saved nor trained again.
 
 The weights after a step do not depend (beyond rounding) on the number of ranks or on the packing, because losses are
-summed and divided once, by the step's global number of trained tokens.
+summed and divided once, by the global number of trained tokens of an optimizer step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +37,7 @@ from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
-from titan_rl.policy.packing import PackingPlan, plan_step
+from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
@@ -168,7 +170,7 @@ class PolicyUpdater:
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None
     ) -> dict[str, float]:
-        """One optimizer step on a batch; every rank computes its own part.
+        """Train a batch, and count one step; every rank computes its own part.
 
         Args:
             batch: all samples of the step, or this rank's (`PackingPlan.share`).
@@ -176,14 +178,15 @@ class PolicyUpdater:
             recorder: collects scores of those of this rank's samples that it names.
 
         Returns:
-            grad_norm (before clipping), lr, trained_tokens, tokens, imbalance, logprob_alarm (1 when the engine is too
-            far from this policy), the loss's own metrics, and what `step_metrics` defines.
+            grad_norm (before clipping; the mean over optimizer steps), lr, trained_tokens, tokens, imbalance,
+            logprob_alarm (1 when the engine is too far from this policy), the loss's own metrics, and what
+            `step_metrics` defines.
 
         Raises:
             SamplesLost: samples are missing or damaged (on all ranks; the weights are untouched).
             TrainingError: NaN or inf in loss or gradient, or an engine beyond `trainer.logprob_alarm.stop_mean` (on all
-                ranks; the weights are untouched), a batch with no trained token, a sample that is too long, or a KL
-                term without a reference.
+                ranks; the weights are untouched, unless the message names optimizer steps), a batch with no trained
+                token, a sample that is too long, or a KL term without a reference.
         """
         if self._config.kl.coefficient and self._reference is None:
             raise TrainingError("the KL term has no reference: freeze_reference was not called")
@@ -240,7 +243,7 @@ class PolicyUpdater:
             self.freeze_reference()
         state = self._state()
         read_state(state, directory)
-        self.step, self.incarnation = state["step"], incarnation
+        self.step, self.incarnation, self._torn = state["step"], incarnation, False
         self._optimizer.load_state_dict(part_of(state, MOMENTS), self.step)
 
     def copy_state(self, copies: StateCopies, *, reference: bool = False) -> None:
@@ -273,41 +276,56 @@ class PolicyUpdater:
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
     ) -> dict[str, float]:
-        """One step of RL, or of the warm-up."""
+        """One step of RL, which may be several optimizer steps, or of the warm-up."""
         began = time.perf_counter()
         what = f"warm-up step {self._warm_up_steps}" if warm_up else f"step {self.step}"
         trained, longest = plan.trained_tokens, plan.longest
+        if self._torn:
+            raise TrainingError(f"{what}: the one before failed in its middle; restore a whole state first")
         if not trained:
             raise TrainingError(f"{what}: none of the batch's {plan.samples} samples has a trained token")
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         policy, reference = self._policy, not warm_up and self._reference is not None
         metrics = StepMetrics(counted=policy.tensor_rank == 0, reference=reference)
-        divisor = trained if warm_up else self._loss.divisor(plan)
+        minibatches = (MiniBatch(plan.rounds, plan.samples, trained),) if warm_up else plan.minibatches
+        divisors = [each.trained_tokens if warm_up else self._loss.divisor(each) for each in minibatches]
+        epochs = 1 if warm_up else self._config.epochs
         samples = RankSamples(self.samples, batch, plan, data_rank=policy.data_rank, tensor_group=policy.tensor_group)
-        try:
-            for microbatch in samples.microbatches(
-                policy.device, share=policy.shares_prompts, multiple=policy.multiple
-            ):
-                loss = self._round_loss(microbatch, plan, metrics, warm_up=warm_up)
-                timeline.doing("backward")
-                (loss / divisor).backward()
-                self.microbatches += 1
+        rounds = samples.microbatches(policy.device, share=policy.shares_prompts, multiple=policy.multiple)
+        parts: list[Iterable[MicroBatch]] = [rounds]
+        if several := epochs * len(minibatches) > 1:
+            held = list(map(self._with_proximal, rounds))
             samples.raise_if_lost(what)
-            timeline.doing("optimizer")
-            grad_norm = optimizer.clip_gradients()
-            metrics.reduce_sums(gradient_finite=math.isfinite(grad_norm))
-            if not metrics.finite:
-                raise TrainingError(f"{what}: {metrics.describe_failure(grad_norm)}; the weights were not changed")
-            alarmed = not warm_up and self._disagrees_with_engine(metrics)
-        except Exception:
-            optimizer.discard_gradients()
-            raise
-        self._torn = True  # while some weights may be those after the step and others not
-        lr = optimizer.step(metrics.kl)
+            parts = [[held.pop(0) for _ in range(each.rounds)] for each in minibatches]
+        norms: list[float] = []
+        alarmed = False
+        for number in range(epochs * len(parts)):
+            divisor = divisors[number % len(parts)]
+            try:
+                for microbatch in parts[number % len(parts)]:
+                    loss = self._round_loss(microbatch, plan, metrics, warm_up=warm_up, first=number < len(parts))
+                    timeline.doing("backward")
+                    (loss / divisor).backward()
+                    self.microbatches += 1
+                if not several:
+                    samples.raise_if_lost(what)
+                timeline.doing("optimizer")
+                norms.append(optimizer.clip_gradients())
+                metrics.reduce_sums(gradient_finite=math.isfinite(norms[-1]))
+                done = f"{number} optimizer steps of its batch were made" if number else "the weights were not changed"
+                if not metrics.finite:
+                    raise TrainingError(f"{what}: {metrics.describe_failure(norms[-1])}; {done}")
+                if not warm_up and number < len(parts):
+                    alarmed = self._disagrees_with_engine(metrics, done)
+            except Exception:
+                optimizer.discard_gradients()
+                raise
+            self._torn = True  # while some weights may be those after the step and others not
+            lr = optimizer.step(metrics.kl, last=number + 1 == epochs * len(parts))
         self._torn = False
-        return metrics.report(seconds=time.perf_counter() - began, divisor=divisor) | {
-            "grad_norm": grad_norm,
+        return metrics.report(seconds=time.perf_counter() - began, divisor=epochs * sum(divisors)) | {
+            "grad_norm": sum(norms) / len(norms),
             "lr": lr,
             "logprob_alarm": float(alarmed),
             "trained_tokens": float(trained),
@@ -315,25 +333,37 @@ class PolicyUpdater:
             "imbalance": plan.imbalance,
         }
 
-    def _disagrees_with_engine(self, metrics: StepMetrics) -> bool:
+    def _with_proximal(self, microbatch: MicroBatch) -> MicroBatch:
+        timeline.doing("forward")
+        self.microbatches += 1
+        return replace(microbatch, proximal_logprobs=self._policy.logprobs(microbatch, temperature=self._temperature))
+
+    def _disagrees_with_engine(self, metrics: StepMetrics, done: str) -> bool:
         """Whether trainer and generators do, the same on every rank; raises TrainingError where that is fatal."""
         warning, fatal = logprob_alarm(self._config.logprob_alarm, *metrics.engine_difference)
         if fatal:
-            raise TrainingError(f"step {self.step}: {warning}; the weights were not changed")
+            raise TrainingError(f"step {self.step}: {warning}; {done}")
         if warning and dist.get_rank() == 0:
             _log.warning("step %d: %s", self.step, warning)
         return bool(warning)
 
-    def _round_loss(self, microbatch: MicroBatch, plan: PackingPlan, metrics: StepMetrics, *, warm_up: bool) -> Tensor:
-        """The summed loss of one micro-batch; where nothing is trained, a zero that still has a gradient."""
+    def _round_loss(
+        self, microbatch: MicroBatch, plan: PackingPlan, metrics: StepMetrics, *, warm_up: bool, first: bool
+    ) -> Tensor:
+        """The summed loss of one micro-batch, for the `first` time or again; where nothing is trained, a zero that
+        still has a gradient."""
         timeline.doing("forward")
         temperature = WARM_UP_TEMPERATURE if warm_up else self._temperature
         # Every rank takes part in every forward pass, also with nothing to train.
-        reference_logprobs = None if warm_up else self._reference_logprobs(microbatch)
+        reference_logprobs = None
+        if not warm_up and self._reference is not None:
+            reference_logprobs = self._reference.logprobs(microbatch, temperature=self._temperature)
         logprobs, entropies = self._policy.scores(microbatch, temperature=temperature)
         if not len(microbatch.rows):
             return logprobs.sum()
-        self._recorder.watch(microbatch.documents, logprobs)
+        if first:
+            self._recorder.watch(microbatch.documents, logprobs)
+        before = logprobs.detach() if microbatch.proximal_logprobs is None else microbatch.proximal_logprobs
         loss_metrics: dict[str, Tensor] = {}
         if warm_up:
             loss = -logprobs.sum()
@@ -344,6 +374,7 @@ class PolicyUpdater:
                 behaviour_logprobs=microbatch.behaviour_logprobs,
                 advantages=microbatch.advantages,
                 samples=microbatch.samples,
+                proximal_logprobs=microbatch.proximal_logprobs,
                 advantage_mean=plan.advantage_mean,
                 advantage_std=plan.advantage_std,
                 progress=self.step / self._total_steps,
@@ -357,17 +388,9 @@ class PolicyUpdater:
             loss_metrics=loss_metrics,
             entropies=entropies.detach(),
             log_ratio=logprobs.detach() - microbatch.behaviour_logprobs,
+            log_ratio_before=before - microbatch.behaviour_logprobs,
             # Of whatever incarnation: what an earlier one sampled at this step, it sampled with these weights.
-            on_policy=(microbatch.versions & LARGEST_STEP) == self.step,
+            on_policy=((microbatch.versions & LARGEST_STEP) == self.step) & first,
             reference_log_ratio=None if reference_logprobs is None else logprobs.detach() - reference_logprobs,
         )
         return loss
-
-    def _reference_logprobs(self, microbatch: MicroBatch) -> Tensor | None:
-        """[N] float32, of the trained tokens; None without a KL term."""
-        if self._reference is None:
-            return None
-        with torch.no_grad():
-            logprobs, _ = self._reference.scores(microbatch, temperature=self._temperature)
-        self._reference.reshard()
-        return logprobs

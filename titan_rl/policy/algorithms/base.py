@@ -67,6 +67,8 @@ class TrainedTokens:
     behaviour_logprobs: Tensor  # [N] float32, under the weights that sampled the token
     advantages: Tensor  # [N] float32
     samples: Tensor  # [N] int64, which sample of the micro-batch a token belongs to
+    proximal_logprobs: Tensor | None = None
+    """[N] float32, under the weights before the batch's first optimizer step; None: these are the current ones."""
     advantage_mean: float = 0.0
     """Over the trained tokens of the whole step, each with its sample's mean advantage."""
     advantage_std: float = 1.0
@@ -82,6 +84,11 @@ class TrainedTokens:
     def weight(self) -> Tensor:
         """[N] the same, as a constant."""
         return self.ratio.detach()
+
+    @property
+    def proximal(self) -> Tensor:
+        """[N] `proximal_logprobs`, without gradient."""
+        return self.logprobs.detach() if self.proximal_logprobs is None else self.proximal_logprobs
 
     @property
     def log_ratio(self) -> Tensor:
@@ -106,8 +113,9 @@ class TrainedTokens:
 
     def select(self, mask: Tensor) -> TrainedTokens:
         """The tokens where `mask` ([N] bool) is True, possibly none; the step's numbers stay."""
-        names = ("logprobs", "entropies", "behaviour_logprobs", "advantages", "samples")
-        return replace(self, **{name: getattr(self, name)[mask] for name in names})
+        names = ("logprobs", "entropies", "behaviour_logprobs", "advantages", "samples", "proximal_logprobs")
+        tensors = {name: tensor for name in names if (tensor := getattr(self, name)) is not None}
+        return replace(self, **{name: tensor[mask] for name, tensor in tensors.items()})
 
 
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Gains:

@@ -101,11 +101,14 @@ class Policy:
         """This rank's part of `tensors`, always in one order."""
         return [local_part(tensor) for tensor in self.tensors.values()]
 
-    def reshard(self) -> None:
-        """Free the weights that FSDP gathered for a forward pass without a backward pass."""
+    def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
+        """Those of `scores`, without gradient: nothing is kept for a backward pass."""
+        with torch.no_grad():
+            logprobs, _ = self.scores(batch, temperature=temperature)
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()
+                module.reshard()  # frees the weights that it gathered
+        return logprobs
 
 
 def build_policy(
