@@ -114,8 +114,11 @@ def test_no_private_name_of_vllm_is_used(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_vllm_takes_the_arguments_for_cuda(tiny_models: dict[str, str], ranks: int) -> None:
+def test_vllm_takes_the_arguments_for_cuda(
+    tiny_models: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its platform for CPUs refuses sleep mode, and without a GPU none for CUDA is found."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # which it changes, and other tests in this process would find
     config = GeneratorConfig(tensor_parallel=ranks, dtype="bfloat16")
     arguments = EngineArgs(**engine_arguments(config, Path(tiny_models["tied_a"]), "cuda"))
     assert arguments.async_scheduling and not arguments.enable_sleep_mode

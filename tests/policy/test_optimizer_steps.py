@@ -103,6 +103,10 @@ def several_steps(model_path: str, data_parallel: int, tensor_parallel: int) -> 
             train(torn, each)
         except TrainingError as error:
             errors.append(str(error))
+    try:
+        torn.save_hf(Path("never"))
+    except TrainingError as error:
+        errors.append(str(error))
     result["torn"] = errors, torn.step
 
     return result
@@ -209,11 +213,12 @@ def test_samples_that_a_later_optimizer_step_would_miss_are_missed_before_the_fi
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_within_a_batch_are_never_trained_again(results, layout):
+def test_weights_within_a_batch_are_never_trained_again_nor_saved(results, layout):
     for rank in results[layout]:
-        (first, second), step = rank["torn"]
+        (first, second, third), step = rank["torn"]
         assert "loss is nan" in first and "2 optimizer steps of its batch were made" in first
         assert "failed in its middle" in second
+        assert "its weights are not saved" in third
         assert step == 0
 
 

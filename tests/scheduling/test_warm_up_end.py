@@ -50,6 +50,13 @@ def test_it_goes_on_while_nothing_is_learned_yet_or_more_is(loss):
     assert ended_after(loss) == (STEPS, "")
 
 
+def test_one_bad_batch_is_no_end_of_a_fall():
+    def falling(step: int) -> float:
+        return 100.0 if step == 1200 else 2.5 * math.exp(-step / 300) + 0.02 * (1 - step / STEPS)
+
+    assert ended_after(falling, noise=0.02) == (STEPS, "")
+
+
 def test_a_late_plateau_has_to_last_as_long_as_a_quarter_of_the_way():
     step, _ = ended_after(lambda step: 0.15 if step > 1200 else 2.0 - 1.5 * step / 1200)
     assert step > 1200 + 1.25 * 1200 / 4

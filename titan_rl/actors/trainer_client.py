@@ -115,12 +115,12 @@ class TrainerClient(MeshClient):
             raise RollbackNeeded(self._state_lost)
 
     async def train_step(self, batch: SampleBatch, recorder: TokenScoreRecorder | None = None) -> dict[str, float]:
-        """Train one optimizer step; returns its metrics. The packing is planned here, from lengths alone; each rank
+        """Train one batch; returns its metrics. The packing is planned here, from lengths alone; each rank
         fetches its own samples. `recorder`: collects the scores of the samples that it names.
 
         Raises:
             SamplesLost: samples are missing or damaged; the weights are untouched.
-            TrainingError: NaN or inf; the weights are untouched.
+            TrainingError: NaN or inf; the weights are untouched, or are not saved.
             RollbackNeeded: the ranks died, and with them the state.
         """
         recorder = recorder or TokenScoreRecorder()

@@ -27,6 +27,7 @@ MAY_DIFFER = (
     "max_num_batched_tokens",
     "max_num_seqs",
     "prefix_caching",
+    "shares_device",
 )
 """Settings of `GeneratorConfig` that change nothing of what a deterministic run computes on CPU: a run may go on with
 others."""

@@ -187,9 +187,11 @@ class HostControl:
         """Generators for which a new host may have room: none, if it was lost meanwhile."""
         if host not in self._table.hosts:
             return 0
-        places = len(self._table.hosts[host].facts.cuda_devices) * self._table.config.placement.ranks_per_device
+        config, devices = self._table.config, len(self._table.hosts[host].facts.cuda_devices)
+        ranks = config.generator.tensor_parallel  # each on another device
+        places = devices * config.placement.ranks_per_device if devices >= ranks else 0
         assert self._table.placement is not None
-        return places // self._table.config.generator.tensor_parallel if self._table.placement.device == "cuda" else 1
+        return places // ranks if self._table.placement.device == "cuda" else 1
 
     def _names_for(self, workers: Sequence[str]) -> dict[str, str]:
         """The workers by the names of their hosts: the old one of a host that was lost."""

@@ -23,14 +23,17 @@ the weights before the batch: logprob_difference_mean and _max of |log w|, and l
 outside [0.9, 1.1].
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_rl.policy.config import LogprobAlarmConfig
+from titan_rl.policy.microbatch import MicroBatch
 from titan_rl.weights.ranks import Ranks
 
 _SUMS = (
@@ -70,7 +73,7 @@ class StepMetrics:
 
     def __init__(self, *, counted: bool, reference: bool = False) -> None:
         self._ranks = Ranks(dist.group.WORLD)
-        self._counted = counted
+        self.counted = counted
         self._reference = reference
         self._sums: Tensor | None = None  # float64, of what `_SUMS` names
         self._maxima: Tensor | None = None  # float64, of what `_MAXIMA` names
@@ -139,13 +142,35 @@ class StepMetrics:
         self._own_loss = float(own[_SUMS.index("loss")])
         self._gradient_finite = gradient_finite
         failed = torch.tensor([not math.isfinite(self._own_loss), not gradient_finite], dtype=torch.float64)
-        totals = torch.cat([failed, own if self._counted else torch.zeros_like(own)])
+        totals = torch.cat([failed, own if self.counted else torch.zeros_like(own)])
         self._ranks.add(totals)
         losses, gradients, *sums = totals.tolist()
         self.finite = losses == gradients == 0
         step = dict(zip(_SUMS, sums, strict=True))
         self.kl = step["kl_k3"] / step["tokens"] if step["tokens"] else 0.0
         self._totals = {name: self._totals[name] + step[name] for name in _SUMS}
+
+    @classmethod
+    def of_engine(
+        cls, held: Sequence[MicroBatch], on_policy: Callable[[MicroBatch], Tensor], *, counted: bool
+    ) -> StepMetrics:
+        """Collective. How far the engine is from the trainer before the first of several optimizer steps, reduced."""
+        metrics = cls(counted=counted)
+        for each in held:
+            if len(each.rows):
+                assert each.proximal_logprobs is not None
+                away = each.proximal_logprobs - each.behaviour_logprobs
+                metrics.add(
+                    loss=away.new_zeros(()),
+                    loss_metrics={},
+                    entropies=away,
+                    log_ratio=away,
+                    log_ratio_before=away,
+                    on_policy=on_policy(each),
+                    reference_log_ratio=None,
+                )
+        metrics.reduce_sums(gradient_finite=True)
+        return metrics
 
     @property
     def engine_difference(self) -> tuple[float, float]:

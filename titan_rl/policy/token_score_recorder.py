@@ -44,9 +44,9 @@ class TokenScoreRecorder:
         self.scores: dict[SampleName, TokenScores] = {}
         """By sample; complete after the last backward pass."""
 
-    def watch(self, samples: Sequence[TrainingSample], logprobs: Tensor) -> None:
+    def watch(self, samples: Sequence[TrainingSample], logprobs: Tensor, before: Tensor) -> None:
         """Call before the backward pass through a micro-batch of these samples; `logprobs` [N] are those of their
-        trained tokens, and carry gradient."""
+        trained tokens, and carry gradient; `before` [N] are those at the weights before the batch."""
         if not self.names:
             return
         ends = itertools.accumulate((int(np.count_nonzero(sample.loss_mask)) for sample in samples), initial=0)
@@ -61,6 +61,6 @@ class TokenScoreRecorder:
                 self.scores[name] = TokenScores(values[span], weights[span].cpu().numpy())
 
         if spans:
-            values = logprobs.detach().cpu().numpy()
+            values = before.cpu().numpy()
             weigh(logprobs.new_zeros(len(logprobs)))  # a loss may do without them
             logprobs.register_hook(lambda derivatives: weigh(-derivatives))

@@ -67,7 +67,7 @@ class PolicyUpdater:
     """The policy, its optimizer and its loss on one rank.
 
     Attributes:
-        step: finished RL optimizer steps.
+        step: RL steps, of a batch each, that are over.
         incarnation: with `step`, the version that on-policy tokens carry.
         aliases: `(name, stored name)` of tensors that share another's storage.
         samples: where batches by reference are fetched from.
@@ -202,7 +202,8 @@ class PolicyUpdater:
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
-        StorageError, on all ranks, if rank 0 could not write it."""
+        StorageError, on all ranks, if rank 0 could not write it, TrainingError as `begin_save`."""
+        self._raise_if_torn()
         dtype = getattr(torch, self._config.dtype)
         whole: dict[str, Tensor] = {}
         for name, tensor in self._policy.tensors.items():
@@ -224,11 +225,14 @@ class PolicyUpdater:
         Raises StorageError where it cannot be written, TrainingError where there is nothing whole to save."""
         if not self.step:
             raise TrainingError("there is nothing to save before the first step")
-        if self._torn:
-            raise TrainingError(f"the optimizer failed in the middle of step {self.step}: its weights are not saved")
+        self._raise_if_torn()
         if self._writer is None:
             self._writer = StateWriter(self._device)
         self._writer.begin(self._state(), directory)
+
+    def _raise_if_torn(self) -> None:
+        if self._torn:
+            raise TrainingError(f"the optimizer failed in the middle of step {self.step}: its weights are not saved")
 
     def finish_save(self) -> None:
         """Wait until it is written, in any thread; not collective. Raises StorageError if it could not be written."""
@@ -294,12 +298,13 @@ class PolicyUpdater:
         samples = RankSamples(self.samples, batch, plan, data_rank=policy.data_rank, tensor_group=policy.tensor_group)
         rounds = samples.microbatches(policy.device, share=policy.shares_prompts, multiple=policy.multiple)
         parts: list[Iterable[MicroBatch]] = [rounds]
+        alarmed = False
         if several := epochs * len(minibatches) > 1:
             held = list(map(self._with_proximal, rounds))
             samples.raise_if_lost(what)
+            alarmed = self._disagrees_with_engine(StepMetrics.of_engine(held, self._on_policy, counted=metrics.counted))
             parts = [[held.pop(0) for _ in range(each.rounds)] for each in minibatches]
         norms: list[float] = []
-        alarmed = False
         for number in range(epochs * len(parts)):
             divisor = divisors[number % len(parts)]
             try:
@@ -316,8 +321,8 @@ class PolicyUpdater:
                 done = f"{number} optimizer steps of its batch were made" if number else "the weights were not changed"
                 if not metrics.finite:
                     raise TrainingError(f"{what}: {metrics.describe_failure(norms[-1])}; {done}")
-                if not warm_up and number < len(parts):
-                    alarmed = self._disagrees_with_engine(metrics, done)
+                if not warm_up and not several:
+                    alarmed = self._disagrees_with_engine(metrics)
             except Exception:
                 optimizer.discard_gradients()
                 raise
@@ -338,11 +343,15 @@ class PolicyUpdater:
         self.microbatches += 1
         return replace(microbatch, proximal_logprobs=self._policy.logprobs(microbatch, temperature=self._temperature))
 
-    def _disagrees_with_engine(self, metrics: StepMetrics, done: str) -> bool:
+    def _on_policy(self, microbatch: MicroBatch) -> Tensor:
+        """[N] bool; of whatever incarnation, as all sampled at this step with these weights."""
+        return (microbatch.versions & LARGEST_STEP) == self.step
+
+    def _disagrees_with_engine(self, metrics: StepMetrics) -> bool:
         """Whether trainer and generators do, the same on every rank; raises TrainingError where that is fatal."""
         warning, fatal = logprob_alarm(self._config.logprob_alarm, *metrics.engine_difference)
         if fatal:
-            raise TrainingError(f"step {self.step}: {warning}; {done}")
+            raise TrainingError(f"step {self.step}: {warning}; the weights were not changed")
         if warning and dist.get_rank() == 0:
             _log.warning("step %d: %s", self.step, warning)
         return bool(warning)
@@ -361,9 +370,9 @@ class PolicyUpdater:
         logprobs, entropies = self._policy.scores(microbatch, temperature=temperature)
         if not len(microbatch.rows):
             return logprobs.sum()
-        if first:
-            self._recorder.watch(microbatch.documents, logprobs)
         before = logprobs.detach() if microbatch.proximal_logprobs is None else microbatch.proximal_logprobs
+        if first:
+            self._recorder.watch(microbatch.documents, logprobs, before)
         loss_metrics: dict[str, Tensor] = {}
         if warm_up:
             loss = -logprobs.sum()
@@ -389,8 +398,7 @@ class PolicyUpdater:
             entropies=entropies.detach(),
             log_ratio=logprobs.detach() - microbatch.behaviour_logprobs,
             log_ratio_before=before - microbatch.behaviour_logprobs,
-            # Of whatever incarnation: what an earlier one sampled at this step, it sampled with these weights.
-            on_policy=((microbatch.versions & LARGEST_STEP) == self.step) & first,
+            on_policy=self._on_policy(microbatch) & first,
             reference_log_ratio=None if reference_logprobs is None else logprobs.detach() - reference_logprobs,
         )
         return loss

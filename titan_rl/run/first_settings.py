@@ -58,7 +58,7 @@ TAUGHT: dict[str, tuple[int | float, str]] = {
     "steps": (2_000, "at most: few tasks need them all"),
     "batch": (64, "demonstrations in each"),
     "enough_loss": (0.002, "nats: it ends as soon as that is reached"),
-    "flat_steps": (200, "or the loss falls no more, as with wrong demonstrations"),
+    "flat_steps": (300, "or the loss falls no more, as with wrong demonstrations"),
 }
 """Of the warm-up."""
 TAUGHT_LOOP = 250

@@ -3,7 +3,8 @@
 The trainer's part was fitted to torch's FSDP memory tracker (`scripts/fake_step.py`): within 2 % of it for 0.6B and 8B
 without recomputing, up to 24 % above it for 8B and 32B with `activation_checkpointing = "full"`. What "selective" and
 sequence parallelism save is not known and not refused by. NCCL, CUDA's context and what the allocator cannot use come
-on top: `USABLE`. Nothing was measured on a device. Where devices are shared, each rank is held against a whole one.
+on top: `USABLE`. Nothing was measured on a device. Where devices are shared, each rank is held against a whole one:
+they are not added up.
 """
 
 import math
@@ -142,13 +143,19 @@ def too_large(config: RunConfig, shape: Qwen3Shape, device: int, *, serving: boo
             f"a trainer rank needs {needed / GIB:.0f} GiB ({largest}: {trainer[largest] / GIB:.0f}), and a device has "
             f"{device / GIB:.0f}: {remedy} or more trainer.tensor_parallel"
         )
-    needed = config.generator.max_model_len * kv_bytes(config, shape)
-    shares = config.generator_settings().shares_device
-    setting = f"generator.{'kv_cache_bytes' if shares else 'gpu_memory_utilization'}"
-    if (left := generator_memory(config, shape, device)["KV cache"]) < needed:
+    engine, shares = generator_memory(config, shape, device), config.generator_settings().shares_device
+    needed, left = config.generator.max_model_len * kv_bytes(config, shape), engine["KV cache"]
+    if shares and (total := sum(engine.values())) > device:
         yield (
-            f"{setting} leaves {left / GIB:.1f} GiB of {device / GIB:.0f} for KV, and one "
-            f"request of generator.max_model_len takes {needed / GIB:.1f}: more generator.tensor_parallel"
+            f"a generator rank needs {total / GIB:.0f} GiB, and a device has {device / GIB:.0f}: more "
+            "generator.tensor_parallel"
+        )
+    if left < needed:
+        setting = "kv_cache_bytes" if shares else "gpu_memory_utilization"
+        remedy = "more of it" if shares else "more generator.tensor_parallel"
+        yield (
+            f"generator.{setting} leaves {left / GIB:.1f} GiB of {device / GIB:.0f} for KV, and one request of "
+            f"generator.max_model_len takes {needed / GIB:.1f}: {remedy}"
         )
     needed, free = shared_memory(config, shape)["publications"], shutil.disk_usage(DIRECTORY).free
     if needed > free:

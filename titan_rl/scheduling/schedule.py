@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from titan_rl.errors import NothingToTrain
@@ -26,7 +26,7 @@ from titan_rl.types import PolicyVersion
 ENOUGH_STEPS = 10
 """Of a warm-up, in a row with a loss below `trainer.warmup.enough_loss`."""
 STILL = 0.98
-"""Of the mean loss before; a larger mean has stopped falling."""
+"""Of the median loss before; between this and its inverse it stands still. A mean would take one bad batch for that."""
 FALLEN = 0.2
 """Of the first losses. A loss that stands still above has learned nothing yet: many fall late, and then fast."""
 
@@ -38,8 +38,8 @@ def warm_up_is_over(losses: Sequence[float], *, enough: float, flat: int) -> str
         return "enough"
     window = max(flat, len(losses) // 4)  # it stands still for as long as it took to come there
     if flat and len(losses) >= 2 * window:
-        before, last = fmean(losses[-2 * window : -window]), fmean(losses[-window:])
-        if STILL * before < last < FALLEN * fmean(losses[:ENOUGH_STEPS]):
+        before, last = median(losses[-2 * window : -window]), median(losses[-window:])
+        if STILL * before < last < before / STILL and last < FALLEN * median(losses[:ENOUGH_STEPS]):
             return "it falls no more"
     return ""
 

@@ -269,8 +269,10 @@ def _cut(run: Run) -> Iterator[Finding]:
     text = f"{percent(cut)} of the answers of the last third were cut off"
     shown = [each for each in _late_rollouts(run) if each.last_turn and each.purpose is Purpose.TRAIN]
     ended, off = ([each for each in shown if each.truncated is truncated] for truncated in (False, True))
-    most = max((each.reward for each in off), default=math.inf)
-    better = [each for each in ended if each.exact_match >= 1 or each.reward > most]
+    # Only beside answers to the same prompt that are cut: elsewhere short ones may be right.
+    beside, most = {each.group for each in off}, max((each.reward for each in off), default=math.inf)
+    most = max(most, MOSTLY_RIGHT * _largest_reward(run))
+    better = [each for each in ended if each.group in beside and (each.exact_match >= 1 or each.reward > most)]
     best = [each.last_turn for each in sorted(better, key=lambda each: -each.reward)[: 2 * FEWEST_RIGHT]]
     symbols = run.config.get("policy.tiny.symbols") and run.config.get("policy.tiny.tokenizer") != "chat"
     wanted = max((len(each.wanted) for each in shown), default=0)
