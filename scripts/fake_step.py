@@ -68,7 +68,7 @@ def peak_of_step(shape: Qwen3Shape, config: TrainerConfig) -> dict[str, float]:
         tracker.track_inputs(())
         with tracker:
             for _ in range(2):  # the second meets the gradients of the first
-                logprobs, entropies = policy.scores(batch, temperature=1.0)
+                logprobs, entropies, _ = policy.scores(batch, temperature=1.0)
                 (logprobs.sum() + entropies.sum()).backward()
                 del logprobs, entropies
             optimizer.step()

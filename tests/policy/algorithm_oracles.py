@@ -172,6 +172,11 @@ def decoupled_ppo(token: Token) -> Gain:
     return (0.0, True) if weight > 5.0 else (weight * gain, lost)
 
 
+def proximal_ppo(token: Token) -> Gain:
+    before = token.logprob.item() if token.before is None else token.before
+    return ppo(exp(token.logprob - before), token.advantage, 0.2, 0.2)
+
+
 def grpo(low: float, high: float) -> Callable[[Sample], list[Gain]]:
     return per_token(lambda token: ppo(token.ratio, token.advantage, low, high))
 
@@ -195,6 +200,7 @@ LOSSES: dict[str, tuple[str, Callable[[Sample], list[Gain]]]] = {
     "kl_cov": ("token_mean", kl_cov),
     "m2po": ("token_mean", m2po),
     "mis": ("token_mean", mis),
+    "ppo": ("token_mean", per_token(proximal_ppo)),
     "reinforce": ("token_mean", per_token(lambda t: weighted(1.0, t, False))),
     "reinforce_pp": ("token_mean", grpo(0.2, 0.2)),  # of advantages that are standardized over the step
     "sapo": ("sample_mean", per_token(sapo)),
@@ -381,6 +387,7 @@ CREDIT: dict[str, list[tuple[dict[str, object], Callable[[Sequence[GradedRollout
     "opo": [({}, opo)],
     "pass_at_k": [({}, lambda g: pass_at_k(g, 4)), ({"k": 2}, lambda g: pass_at_k(g, 2))],
     "rae": [({}, rae)],
+    "ppo": [({}, lambda g: [float(r) for r in rewards(g)])],
     "reinforce_pp": [({}, lambda g: [float(r) for r in rewards(g)])],
     "reinforce_pp_baseline": [({}, above_mean)],
     "rloo": [({}, rloo)],

@@ -1,6 +1,6 @@
 """Mistakes that other frameworks made and mended, each as a test of every algorithm that could make it (4 s).
 
-No algorithm here estimates a value or replays a router's choice, so mistakes of those have no test. Temperature and
+Mistakes of value estimates are in test_critic; no router's choice is replayed here. Temperature and
 entropies come from `Policy.scores`, which has tests of its own.
 """
 
@@ -17,8 +17,9 @@ from test_algorithms import CREDIT, LOSSES, computed, function, moments, objecti
 from titan_rl.policy.algorithms.base import LARGEST_LOG_RATIO, credit_by_role
 from titan_rl.policy.losses import kl_penalty
 
-COMPARED = [name for name in CREDIT if name != "reinforce_pp"]
-"""Credit that compares rollouts within their group; REINFORCE++ compares within the step, in its loss."""
+COMPARED = [name for name in CREDIT if name not in ("ppo", "reinforce_pp")]
+"""Credit that compares rollouts within their group; REINFORCE++ compares within the step, in its loss, and PPO with
+values."""
 
 KEEP_ALL = {"cispo", "kl_cov", "reinforce", "sapo", "tis", "topr"}
 """Losses that bound or hold back a token's gradient, and remove none."""

@@ -14,7 +14,10 @@ from titan_rl.policy.algorithms import catalogue, short_names
 
 LOSS_OF = {"gdpo": "reinforce_pp", "reinforce_pp_baseline": "reinforce_pp"}
 """Where credit alone is no algorithm, what it is for; else GRPO's loss."""
-SETTINGS = {"gdpo": ["--rollout.advantage.kwargs.scores.positions_equal", "1"]}
+SETTINGS = {
+    "gdpo": ["--rollout.advantage.kwargs.scores.positions_equal", "1"],
+    "ppo": ["--trainer.critic.coefficient", "0.5"],
+}
 MINE = """
 # Quantile advantages and a gate on the token's own probability: nobody's algorithm.
 def advantages(group, *, better=0.5):

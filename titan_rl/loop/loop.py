@@ -248,7 +248,8 @@ class TrainingLoop:
         self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
         rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
         still = len(report.rewards) <= 1 and not any(ref.advantage for ref in report.samples.refs)
-        still &= not self._system.config.trainer.kl.teacher  # it teaches without rewards
+        trainer = self._system.config.trainer
+        still &= not (trainer.kl.teacher or trainer.critic.coefficient)  # they teach without different rewards
         return GroupOutcome(solved or Untrainable.EQUAL_REWARDS if still else None, rewards)
 
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:

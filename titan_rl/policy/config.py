@@ -101,6 +101,24 @@ class KLConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CriticConfig:
+    """A value head beside the policy's, from whose values advantages are made (`titan-rl algorithms ppo`). It is
+    trained with the policy and kept in checkpoints; generators never see it."""
+
+    coefficient: NotNegative = 0.0
+    """Weight of the value loss per trained token; 0: there is no critic. Above 0, one more forward pass comes before a
+    batch's first optimizer step, and the value loss trains the policy's layers too."""
+    lr: Positive = 1e-3
+    """Of the head. The policy's schedule does not change it."""
+    clip: NotNegative = 0.2
+    """How far a value may move from that before the batch until its loss stands still; 0: as far as it likes."""
+    discount: Share = 1.0
+    """Of rewards, per trained token."""
+    gae_lambda: Share = 0.95
+    """Near 1: advantages are what came of it, noisy; near 0: what the values say, biased."""
+
+
+@dataclass(kw_only=True, slots=True)
 class LogprobAlarmConfig:
     """What to do when trainer and generators disagree about the tokens that this very version sampled, where their
     logprobs should be equal. Looked at in every step, before the weights change."""
@@ -183,6 +201,7 @@ class TrainerConfig:
     batch of fewer groups with trained tokens makes as many as these."""
     loss: LossConfig = field(default_factory=LossConfig)
     kl: KLConfig = field(default_factory=KLConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     logprob_alarm: LogprobAlarmConfig = field(default_factory=LogprobAlarmConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 

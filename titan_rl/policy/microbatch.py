@@ -67,6 +67,10 @@ class MicroBatch:
     """What the N trained tokens were drawn from. None: each from the whole vocabulary."""
     proximal_logprobs: Tensor | None = None
     """[N] float32, under the weights before the batch; None: these are the current ones."""
+    values: Tensor | None = None
+    """[N] float32 of a critic, likewise; None: there is none."""
+    returns: Tensor | None = None
+    """[N] float32, what a critic's values are trained to be."""
 
 
 def _untrained(group_id: int, tokens: int) -> TrainingSample:

@@ -23,17 +23,14 @@ the weights before the batch: logprob_difference_mean and _max of |log w|, and l
 outside [0.9, 1.1].
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_rl.policy.config import LogprobAlarmConfig
-from titan_rl.policy.microbatch import MicroBatch
 from titan_rl.weights.ranks import Ranks
 
 _SUMS = (
@@ -150,28 +147,6 @@ class StepMetrics:
         self.kl = step["kl_k3"] / step["tokens"] if step["tokens"] else 0.0
         self._totals = {name: self._totals[name] + step[name] for name in _SUMS}
 
-    @classmethod
-    def of_engine(
-        cls, held: Sequence[MicroBatch], on_policy: Callable[[MicroBatch], Tensor], *, counted: bool
-    ) -> StepMetrics:
-        """Collective. How far the engine is from the trainer before the first of several optimizer steps, reduced."""
-        metrics = cls(counted=counted)
-        for each in held:
-            if len(each.rows):
-                assert each.proximal_logprobs is not None
-                away = each.proximal_logprobs - each.behaviour_logprobs
-                metrics.add(
-                    loss=away.new_zeros(()),
-                    loss_metrics={},
-                    entropies=away,
-                    log_ratio=away,
-                    log_ratio_before=away,
-                    on_policy=on_policy(each),
-                    reference_log_ratio=None,
-                )
-        metrics.reduce_sums(gradient_finite=True)
-        return metrics
-
     @property
     def engine_difference(self) -> tuple[float, float]:
         """Mean |logprob difference| and share outside `RATIO_BAND` over on-policy tokens; 0 where there are none."""
@@ -218,6 +193,16 @@ class StepMetrics:
             **{name: total[name] / tokens for name in ("clip_share", "masked_share")},
             "entropy_bonus": top["entropy_bonus"],
         }
+
+
+def difference_before(log_ratios: Sequence[Tensor], *, counted: bool) -> tuple[float, float]:
+    """`StepMetrics.engine_difference` of on-policy tokens at the weights before the batch. Collective."""
+    every, (low, high) = torch.cat(list(log_ratios)).double().cpu(), map(math.log, RATIO_BAND)
+    sums = torch.stack([every.abs().sum(), ((every < low) | (every > high)).sum(), every.new_tensor(len(every))])
+    sums = sums if counted else torch.zeros_like(sums)
+    Ranks(dist.group.WORLD).add(sums)
+    total, outside, count = sums.tolist()
+    return (total / count, outside / count) if count else (0.0, 0.0)
 
 
 def logprob_alarm(config: LogprobAlarmConfig, mean: float, outside_share: float) -> tuple[str, bool]:

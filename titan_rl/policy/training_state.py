@@ -33,7 +33,7 @@ from titan_rl.errors import CheckpointError, StorageError
 _ANY_ERROR = (Exception, CheckpointException)
 """torch's own is no Exception, so an actor would take it for its end."""
 
-WEIGHTS, MOMENTS, REFERENCE = "model.", "optimizer.", "reference."
+WEIGHTS, MOMENTS, REFERENCE, CRITIC = "model.", "optimizer.", "reference.", "critic."
 """What the names of a state's parts begin with. Hugging Face names follow, those of the moments are torch's."""
 
 _IN_METADATA = {
@@ -116,10 +116,15 @@ class StateWriter:
 
 
 def state_of(
-    step: int, *, weights: Mapping[str, Tensor], moments: Mapping[str, Any], reference: Mapping[str, Tensor]
+    step: int,
+    *,
+    weights: Mapping[str, Tensor],
+    moments: Mapping[str, Any],
+    reference: Mapping[str, Tensor],
+    critic: Mapping[str, Tensor],
 ) -> dict[str, Any]:
     """A trainer's state: live tensors and plain values by name."""
-    parts = {WEIGHTS: weights, MOMENTS: moments, REFERENCE: reference}
+    parts = {WEIGHTS: weights, MOMENTS: moments, REFERENCE: reference, CRITIC: critic}
     return {"step": step} | {prefix + name: value for prefix, part in parts.items() for name, value in part.items()}
 
 

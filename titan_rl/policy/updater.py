@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
@@ -32,19 +31,19 @@ from titan_rl.errors import ConfigError, StorageError, TrainingError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.algorithms.base import TrainedTokens
 from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
-from titan_rl.policy.models.checkpoint import load_weights, local_shard, write_checkpoint
+from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.state_copies import StateCopies
-from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
+from titan_rl.policy.step_metrics import StepMetrics, difference_before, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
 from titan_rl.types import LARGEST_STEP, PolicyVersion
 from titan_rl.weights.manifest import TIED, TensorShard
-from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
@@ -117,6 +116,7 @@ class PolicyUpdater:
         shards = (local_shard(name, tensor) for name, tensor in self._policy.tensors.items())
         self._shards = [shard for shard in shards if shard.data.numel()]
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
+        self._critic = Critic(config, shape.dim, self._device) if config.critic.coefficient else None
         self._reference: Policy | None = None
         self._teacher = Path(config.kl.teacher) if config.kl.teacher else None
         self._warm_up: PolicyOptimizer | None = None
@@ -204,20 +204,7 @@ class PolicyUpdater:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         StorageError, on all ranks, if rank 0 could not write it, TrainingError as `begin_save`."""
         self._raise_if_torn()
-        dtype = getattr(torch, self._config.dtype)
-        whole: dict[str, Tensor] = {}
-        for name, tensor in self._policy.tensors.items():
-            # a collective; one at a time, so that other ranks hold one only
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if dist.get_rank() == 0:
-                whole[name] = full.to("cpu", dtype).contiguous()
-        failure = ""
-        if dist.get_rank() == 0:
-            try:
-                write_checkpoint(directory, self._source, whole, self._config.dtype)
-            except Exception as error:  # whatever it is, the others wait to hear of it
-                failure = f"{type(error).__name__}: {error}"
-        if failure := Ranks(dist.group.WORLD).gather(failure)[0]:
+        if failure := save_whole(directory, self._source, self._policy.tensors, self._config.dtype):
             raise StorageError(f"step {self.step}: the checkpoint {directory} could not be written: {failure}")
 
     def begin_save(self, directory: Path) -> None:
@@ -266,7 +253,8 @@ class PolicyUpdater:
         self._optimizer.set_step(version.step)
 
     def _local_tensors(self) -> list[Tensor]:
-        return [*(shard.data for shard in self._shards), *self._optimizer.local_tensors()]
+        critic = self._critic.tensors.values() if self._critic else ()
+        return [*(shard.data for shard in self._shards), *self._optimizer.local_tensors(), *critic]
 
     def _frozen(self) -> list[Tensor]:
         """Of the reference, if a file does not have it."""
@@ -275,7 +263,8 @@ class PolicyUpdater:
     def _state(self) -> dict[str, Any]:
         moments = self._optimizer.state_dict()
         reference = {} if self._reference is None or self._teacher else self._reference.tensors
-        return state_of(self.step, weights=self._policy.tensors, moments=moments, reference=reference)
+        critic = self._critic.tensors if self._critic else {}
+        return state_of(self.step, weights=self._policy.tensors, moments=moments, reference=reference, critic=critic)
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
@@ -299,10 +288,14 @@ class PolicyUpdater:
         rounds = samples.microbatches(policy.device, share=policy.shares_prompts, multiple=policy.multiple)
         parts: list[Iterable[MicroBatch]] = [rounds]
         alarmed = False
-        if several := epochs * len(minibatches) > 1:
+        critic = None if warm_up else self._critic
+        if several := epochs * len(minibatches) > 1 or critic is not None:
             held = list(map(self._with_proximal, rounds))
             samples.raise_if_lost(what)
-            alarmed = self._disagrees_with_engine(StepMetrics.of_engine(held, self._on_policy, counted=metrics.counted))
+            before = [(each, each.proximal_logprobs) for each in held]
+            away = [(old - each.behaviour_logprobs)[self._on_policy(each)] for each, old in before if old is not None]
+            alarmed = self._disagrees_with_engine(*difference_before(away, counted=metrics.counted))
+            held = critic.judged(held, counted=metrics.counted) if critic else held
             parts = [[held.pop(0) for _ in range(each.rounds)] for each in minibatches]
         norms: list[float] = []
         for number in range(epochs * len(parts)):
@@ -317,17 +310,22 @@ class PolicyUpdater:
                     samples.raise_if_lost(what)
                 timeline.doing("optimizer")
                 norms.append(optimizer.clip_gradients())
-                metrics.reduce_sums(gradient_finite=math.isfinite(norms[-1]))
+                finite = critic is None or critic.reduce_gradient()
+                metrics.reduce_sums(gradient_finite=finite and math.isfinite(norms[-1]))
                 done = f"{number} optimizer steps of its batch were made" if number else "the weights were not changed"
                 if not metrics.finite:
                     raise TrainingError(f"{what}: {metrics.describe_failure(norms[-1])}; {done}")
                 if not warm_up and not several:
-                    alarmed = self._disagrees_with_engine(metrics)
+                    alarmed = self._disagrees_with_engine(*metrics.engine_difference)
             except Exception:
                 optimizer.discard_gradients()
+                if critic is not None:
+                    critic.discard_gradient()
                 raise
             self._torn = True  # while some weights may be those after the step and others not
             lr = optimizer.step(metrics.kl, last=number + 1 == epochs * len(parts))
+            if critic is not None:
+                critic.step()
         self._torn = False
         return metrics.report(seconds=time.perf_counter() - began, divisor=epochs * sum(divisors)) | {
             "grad_norm": sum(norms) / len(norms),
@@ -336,20 +334,23 @@ class PolicyUpdater:
             "trained_tokens": float(trained),
             "tokens": float(plan.tokens),
             "imbalance": plan.imbalance,
+            **(critic.metrics if critic else {}),
         }
 
     def _with_proximal(self, microbatch: MicroBatch) -> MicroBatch:
         timeline.doing("forward")
         self.microbatches += 1
-        return replace(microbatch, proximal_logprobs=self._policy.logprobs(microbatch, temperature=self._temperature))
+        logprobs, hidden = self._policy.logprobs(microbatch, temperature=self._temperature)
+        values = self._critic.values(hidden).detach() if self._critic else None
+        return replace(microbatch, proximal_logprobs=logprobs, values=values)
 
     def _on_policy(self, microbatch: MicroBatch) -> Tensor:
         """[N] bool; of whatever incarnation, as all sampled at this step with these weights."""
         return (microbatch.versions & LARGEST_STEP) == self.step
 
-    def _disagrees_with_engine(self, metrics: StepMetrics) -> bool:
+    def _disagrees_with_engine(self, mean: float, outside: float) -> bool:
         """Whether trainer and generators do, the same on every rank; raises TrainingError where that is fatal."""
-        warning, fatal = logprob_alarm(self._config.logprob_alarm, *metrics.engine_difference)
+        warning, fatal = logprob_alarm(self._config.logprob_alarm, mean, outside)
         if fatal:
             raise TrainingError(f"step {self.step}: {warning}; the weights were not changed")
         if warning and dist.get_rank() == 0:
@@ -366,8 +367,8 @@ class PolicyUpdater:
         # Every rank takes part in every forward pass, also with nothing to train.
         reference_logprobs = None
         if not warm_up and self._reference is not None:
-            reference_logprobs = self._reference.logprobs(microbatch, temperature=self._temperature)
-        logprobs, entropies = self._policy.scores(microbatch, temperature=temperature)
+            reference_logprobs, _ = self._reference.logprobs(microbatch, temperature=self._temperature)
+        logprobs, entropies, hidden = self._policy.scores(microbatch, temperature=temperature)
         if not len(microbatch.rows):
             return logprobs.sum()
         before = logprobs.detach() if microbatch.proximal_logprobs is None else microbatch.proximal_logprobs
@@ -384,14 +385,16 @@ class PolicyUpdater:
                 advantages=microbatch.advantages,
                 samples=microbatch.samples,
                 proximal_logprobs=microbatch.proximal_logprobs,
-                advantage_mean=plan.advantage_mean,
-                advantage_std=plan.advantage_std,
+                advantage_mean=0.0 if self._critic else plan.advantage_mean,  # a critic's are standardized
+                advantage_std=1.0 if self._critic else plan.advantage_std,
                 progress=self.step / self._total_steps,
             )
             loss, loss_metrics = self._loss(tokens)
             if reference_logprobs is not None:
                 penalty = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs)
                 loss = loss + self._config.kl.coefficient * self._loss.total(penalty, tokens)
+            if self._critic is not None:
+                loss = loss + self._loss.total(self._critic.losses(microbatch, hidden), tokens)
         metrics.add(
             loss=loss.detach(),
             loss_metrics=loss_metrics,

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.weights.manifest import LM_HEAD, TensorShard
+from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
@@ -72,6 +74,24 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     if not files:
         raise ConfigError(f"{directory} holds no weights: there is no *.safetensors file")
     return files
+
+
+def save_whole(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> str:
+    """`write_checkpoint` of the whole tensors, in this dtype, by rank 0. Collective. Returns why it could not, on all
+    ranks; empty: it is there."""
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        # a collective; one at a time, so that other ranks hold one only
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0:
+            whole[name] = full.to("cpu", getattr(torch, dtype)).contiguous()
+    failure = ""
+    if dist.get_rank() == 0:
+        try:
+            write_checkpoint(directory, source, whole, dtype)
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            failure = f"{type(error).__name__}: {error}"
+    return Ranks(dist.group.WORLD).gather(failure)[0]
 
 
 def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:

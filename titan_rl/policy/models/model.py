@@ -77,10 +77,11 @@ class Policy:
     multiple: int
     """What the number of tokens of a row must be a multiple of: tensor-parallel ranks may share them."""
 
-    def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies [N] of the batch's targets; see `token_scores`."""
+    def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Logprobs and entropies [N] of the batch's targets (see `token_scores`), and the rows [N, D] before the head
+        that predict them."""
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
-        scores: tuple[Tensor, Tensor] = self.module(
+        scores: tuple[Tensor, Tensor, Tensor] = self.module(
             batch.tokens, batch.positions, documents, batch.rows, batch.targets, temperature, batch.supports
         )
         return scores
@@ -101,14 +102,14 @@ class Policy:
         """This rank's part of `tensors`, always in one order."""
         return [local_part(tensor) for tensor in self.tensors.values()]
 
-    def logprobs(self, batch: MicroBatch, *, temperature: float) -> Tensor:
-        """Those of `scores`, without gradient: nothing is kept for a backward pass."""
+    def logprobs(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
+        """Those of `scores`, and its rows, without gradient: nothing is kept for a backward pass."""
         with torch.no_grad():
-            logprobs, _ = self.scores(batch, temperature=temperature)
+            logprobs, _, hidden = self.scores(batch, temperature=temperature)
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # frees the weights that it gathered
-        return logprobs
+        return logprobs, hidden
 
 
 def build_policy(
@@ -240,7 +241,7 @@ class ScoringHead(Linear):
 
     def forward(
         self, input: Tensor, rows: Tensor, targets: Tensor, temperature: float, supports: Supports | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`input`: [1, T, D], under tensor parallelism the same on all ranks. `rows`, `targets`, `supports`: [N], which
         tokens predict something, what, and among what."""
         head, vocab_start, group = self.weight, 0, None
@@ -252,11 +253,11 @@ class ScoringHead(Linear):
             head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
         hidden = input[0].index_select(0, rows)
         parts: dict[str, Any] = {"vocab_start": vocab_start, "group": group}
-        return token_scores(hidden, head, targets, temperature=temperature, supports=supports, **parts)
+        return *token_scores(hidden, head, targets, temperature=temperature, supports=supports, **parts), hidden
 
 
 class ScoringModel(Qwen3Model):
-    """Qwen3 whose output is `token_scores`."""
+    """Qwen3 whose output is `Policy.scores`."""
 
     _skip_lm_head = True
 
@@ -266,8 +267,10 @@ class ScoringModel(Qwen3Model):
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, *wanted: Any
-    ) -> tuple[Tensor, Tensor]:
-        scores: tuple[Tensor, Tensor] = self.lm_head(super().forward(tokens, positions, attention_masks), *wanted)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scores: tuple[Tensor, Tensor, Tensor] = self.lm_head(
+            super().forward(tokens, positions, attention_masks), *wanted
+        )
         return scores
 
 
