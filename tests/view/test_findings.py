@@ -81,7 +81,8 @@ def test_a_score_that_fell_from_its_best_says_how_far():
     ("rewards", "found"),
     [
         (FLAT, {("Reward is flat", Kind.PROBLEM)}),
-        (RISING, set()),
+        (RISING, {("It was still learning when the run ended", Kind.WARNING)}),
+        ([0.1] * 10 + [0.5] * 20, set()),  # it had risen long before
         (RISING[::-1], {("Reward falls", Kind.PROBLEM)}),
         ([0.99, 1.0] * 15, set()),  # at its top
         ([0.3] * 5, set()),  # too few steps to judge

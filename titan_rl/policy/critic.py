@@ -67,12 +67,13 @@ class Critic:
         """The same micro-batches, which have `values`, with `returns`, and with advantages of the values in place of
         credit: over the batch their mean is 0 and their deviation 1. Collective. `counted`: False on ranks that repeat
         another's tokens."""
+        rates = {"discount": self._config.discount, "gae_lambda": self._config.gae_lambda}
         found: list[np.ndarray] = []  # [2, N] advantages and returns
         for each in held:
             assert each.values is not None
             both = torch.stack([each.advantages, each.values]).double().cpu().numpy()  # credit, values
             ends = np.flatnonzero(np.diff(each.samples.cpu().numpy())) + 1
-            advantages = [self._advantages(*sample) for sample in np.split(both, ends, axis=1)]
+            advantages = [generalized_advantages(*sample, **rates) for sample in np.split(both, ends, axis=1)]
             found.append(np.stack([joined := np.concatenate(advantages), joined + both[1]]))
         every = np.concatenate(found, axis=1)
         sums = torch.tensor([every.shape[1], *every.sum(1), *np.square(every).sum(1)], dtype=torch.float64)
@@ -89,10 +90,6 @@ class Critic:
             return replace(each, advantages=tensors[0], returns=tensors[1])
 
         return [judged(each, *both) for each, both in zip(held, found, strict=True)]
-
-    def _advantages(self, credit: np.ndarray, values: np.ndarray) -> np.ndarray:
-        config = self._config
-        return generalized_advantages(credit, values, discount=config.discount, gae_lambda=config.gae_lambda)
 
     def losses(self, microbatch: MicroBatch, hidden: Tensor) -> Tensor:
         """[N], weighted: half of the squared error, or of that with the value moved by at most `clip`, if it is larger.

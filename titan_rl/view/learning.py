@@ -156,6 +156,9 @@ def _reward(run: Run) -> Iterator[Finding]:
     elif after < before:
         do = "Lower trainer.optimizer.lr; look at the gradient norm and the importance weights where it turns."
         yield finding(Kind.PROBLEM, name, "Reward falls", said, do)
+    elif run.summary and (end := change_of(rewards[len(rewards) // 2 :])) and end[2] and end[1] > end[0]:
+        do = f"Set --loop.steps {2 * len(rewards)}; `titan-rl train --resume {run.directory}` takes it, too."
+        yield finding(Kind.WARNING, name, "It was still learning when the run ended", said, do)
 
 
 def _goes_too_far(run: Run) -> str:
