@@ -55,7 +55,8 @@ def test_a_process_dies_with_its_watch_and_one_that_comes_later_does_not_start(t
     watch.close()
     assert process.wait(SECONDS) == -signal.SIGKILL
     late = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
-    assert late.returncode == 1 and "died while" in late.stderr
+    # The kernel may kill it, too, while it ends.
+    assert late.returncode in (1, -signal.SIGKILL) and "died while" in late.stderr and not late.stdout
 
 
 @pytest.mark.parametrize("unread", [b"", b"12"], ids=["nothing unread", "unread"])

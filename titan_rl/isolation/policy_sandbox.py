@@ -122,8 +122,13 @@ def main() -> None:
             memory += int(file.read().split()[0]) * resource.getpagesize()
         _enter(pivot_root)
         os.closerange(report + 1, os.sysconf("SC_OPEN_MAX"))
+        alive, held = os.pipe()
         if (child := os.fork()) == 0:
+            os.close(held)
             _confine(memory, int(seconds) + 2, machine, refused)
+            if select.select([alive], [], [], 0)[0]:  # nobody holds it: the parent died before it could be died with
+                os._exit(1)
+            os.close(alive)
     except Exception as error:
         os.write(report, marshal.dumps(f"{type(error).__name__}: {error}"))
         os._exit(1)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class Critic:
         """The same micro-batches, which have `values`, with `returns`, and with advantages of the values in place of
         credit: over the batch their mean is 0 and their deviation 1. Collective. `counted`: False on ranks that repeat
         another's tokens."""
-        rates = {"discount": self._config.discount, "gae_lambda": self._config.gae_lambda}
+        rates: dict[str, Any] = {"discount": self._config.discount, "gae_lambda": self._config.gae_lambda}
         found: list[np.ndarray] = []  # [2, N] advantages and returns
         for each in held:
             assert each.values is not None

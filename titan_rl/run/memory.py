@@ -146,10 +146,8 @@ def too_large(config: RunConfig, shape: Qwen3Shape, device: int, *, serving: boo
     engine, shares = generator_memory(config, shape, device), config.generator_settings().shares_device
     needed, left = config.generator.max_model_len * kv_bytes(config, shape), engine["KV cache"]
     if shares and (total := sum(engine.values())) > device:
-        yield (
-            f"a generator rank needs {total / GIB:.0f} GiB, and a device has {device / GIB:.0f}: more "
-            "generator.tensor_parallel"
-        )
+        more = "more generator.tensor_parallel"
+        yield f"a generator rank needs {total / GIB:.0f} GiB, and a device has {device / GIB:.0f}: {more}"
     if left < needed:
         setting = "kv_cache_bytes" if shares else "gpu_memory_utilization"
         remedy = "more of it" if shares else "more generator.tensor_parallel"

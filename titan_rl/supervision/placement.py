@@ -149,8 +149,7 @@ class _Room:
     def take(
         self, host: str, *, computes: bool, device: int | None = None, besides: Sequence[int | None] = ()
     ) -> int | None:
-        """Place a process; returns its device: this one, if it has one already, else the emptiest that is not among
-        those `besides` it in its mesh."""
+        """Place a process; returns its device: this one, if it has it already, else the emptiest not `besides`."""
         if not computes:
             self._others[host] += 1
             return None
