@@ -230,8 +230,8 @@ class RunConfig:
     and 16–37 % in bfloat16 (`scripts/bench/deterministic.py`), training is not. On CUDA it asks vLLM for its
     batch-invariant kernels and torch for its deterministic operations: trainer steps were equal, but of two runs on
     an H100 the tokens' logprobs differed from the fifth step on. Another number of trainer ranks is another order of
-    additions: after 6 steps of 1e-3 float32 weights differ by 7e-9 (root mean square), 1e-6
-    at most, and by 7e-5, 3e-3 at most, where the trainer computes in bfloat16."""
+    additions: after 6 steps of 1e-3 float32 weights differ by 7e-9 (root mean square), 1e-6 at most, and by 7e-5, 3e-3
+    at most, where the trainer computes in bfloat16."""
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(tiny=TinyPolicyConfig()))
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
