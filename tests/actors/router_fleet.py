@@ -65,6 +65,8 @@ class Fleet:
         for client in self._clients.values():
             await client.disconnect()
         await self.router.close()
+        for actor in (self.router.actor, *self.generators):
+            await actor.stop()
 
     def generate(self, each: GenerationRequest) -> asyncio.Task[Completion]:
         return asyncio.create_task(self.router.generate(each))

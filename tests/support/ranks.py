@@ -65,7 +65,9 @@ class Forker:
         """What the ranks came to: "0" is well."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(ranks, plan, file=self._process.stdin, flush=True)
-        answered, _, _ = select.select([self._process.stdout], [], [], TIME_LIMIT)
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self._process.stdout, select.POLLIN)
+        answered = poll.poll(1000 * TIME_LIMIT)
         return self._process.stdout.readline().strip() if answered else f"no answer within {TIME_LIMIT} s"
 
     def kill(self) -> None:
