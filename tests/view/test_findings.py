@@ -161,6 +161,32 @@ def test_entropy_that_is_gone_while_the_reward_is_low_is_a_problem():
     assert "The policy settled too soon" not in titles(run_of(train__entropy=falling, rollout__reward_mean=RISING))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "entropy", "expected"),
+    [
+        (12, 0.05, True),  # of 40
+        (12, 0.5, False),  # it still searches
+        (2, 0.05, False),  # what is left is little
+    ],
+)
+def test_a_policy_that_settled_on_wrong_answers_is_not_told_to_go_on_nor_to_take_more_samples(wrong, entropy, expected):
+    rollouts = [structs.replace(ROLLOUT, reward=float(number >= wrong)) for number in range(40)]
+    run = run_of(
+        config={"rollout.samples_per_group": 16, "trainer.loss.kwargs.entropy_bonus": 0.3},
+        train__entropy=[2.0] * 20 + [entropy] * 10,
+        rollout__reward_mean=[0.7 * step / STEPS for step in range(STEPS)],
+        groups__equal_rewards=[0.95] * STEPS,
+        rollouts=rollouts,
+    )
+    settled, others = (
+        "The policy settled too soon",
+        {"It was still learning when the run ended", "Groups teach nothing"},
+    )
+    assert titles(run) & {settled, *others} == ({settled} if expected else others)
+    if expected:
+        assert "30% of the answers" in said(run, settled).text and "entropy-bonus 0.9" in said(run, settled).do
+
+
 def test_a_symbol_that_is_wanted_and_never_written_is_dead():
     rollouts = [structs.replace(ROLLOUT, wanted="7", answer="1", reward=0.0)] * 6 + [ROLLOUT]
     found = said(run_of(rollouts=rollouts), "'7' is a dead symbol")

@@ -21,8 +21,9 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
-COLLAPSED_ENTROPY = 0.1
-"""Of the entropy that the run began with."""
+COLLAPSED_ENTROPY, STILL_WRONG = 0.1, 0.1
+"""Of the entropy that the run began with; share of the answers that get less than half of the largest reward. A policy
+that has both answers nearly always the same, and too often wrongly."""
 MOST_SYMBOLS = 100
 """Characters in the wanted answers; a task with more has no alphabet to speak of."""
 LEAST_GAIN = 0.02
@@ -156,7 +157,13 @@ def _reward(run: Run) -> Iterator[Finding]:
     elif after < before:
         do = "Lower trainer.optimizer.lr; look at the gradient norm and the importance weights where it turns."
         yield finding(Kind.PROBLEM, name, "Reward falls", said, do)
-    elif run.summary and (end := change_of(rewards[len(rewards) // 2 :])) and end[2] and end[1] > end[0]:
+    elif (
+        run.summary
+        and not _settled(run)
+        and (end := change_of(rewards[len(rewards) // 2 :]))
+        and end[2]
+        and end[1] > end[0]
+    ):
         do = f"Set --loop.steps {2 * len(rewards)}; `titan-rl train --resume {run.directory}` takes it, too."
         yield finding(Kind.WARNING, name, "It was still learning when the run ended", said, do)
 
@@ -211,6 +218,8 @@ def _no_signal(run: Run) -> Iterator[Finding]:
         text = f"{percent(equal)} of the groups of the last third had equal rewards, {reward:.3f} on average.{said}"
         do = "Give part of the reward for part of the answer, or teach right answers first: --trainer.warmup.steps 200."
         if reward > LITTLE * top:
+            if _settled(run):
+                return  # more samples of a policy that always says the same are equal, too
             do = f"Set --rollout.samples-per-group {2 * samples}; it is {samples}."
         yield finding(Kind.PROBLEM, name, "Groups teach nothing", text, do)
     elif samples and samples <= FEW_SAMPLES:
@@ -219,18 +228,32 @@ def _no_signal(run: Run) -> Iterator[Finding]:
         yield finding(Kind.WARNING, name, "Groups are small", text, do)
 
 
-def _entropy(run: Run) -> Iterator[Finding]:
+def _settled(run: Run) -> str:
+    """How far entropy fell while many answers are still wrong, where it did."""
     name = "train/entropy"
-    change, reward = change_of(run.values(name)), late(run, "rollout/reward_mean")
-    low = reward is not None and reward < _largest_reward(run) / 2
-    if change and low and change[1] < COLLAPSED_ENTROPY * change[0] and not _goes_too_far(run):
-        text = f"Entropy fell from {change[0]:.2f} to {change[1]:.2f} nats while the mean reward is {reward:.2f}."
+    entropies, reward, top = run.values(name), late(run, SCORES[-1]), _largest_reward(run)
+    change = change_of(entropies)
+    if change is None or reward is None or _goes_too_far(run):
+        return ""
+    graded = [each.reward for each in _late_rollouts(run) if each.purpose is Purpose.TRAIN]
+    wrong = fmean(each < top / 2 for each in graded) if len(graded) >= FEWEST_CORRELATED else float(reward < top / 2)
+    end = fmean(entropies[-max(len(entropies) // 10, FEWEST_STEPS // 3) :])
+    if end >= COLLAPSED_ENTROPY * change[0] or wrong < STILL_WRONG:
+        return ""
+    return (
+        f"Entropy fell from {change[0]:.2g} to {end:.2g} nats while the mean reward is {reward:.2f}"
+        f" and {percent(wrong)} of the answers get less than half of the best one."
+    )
+
+
+def _entropy(run: Run) -> Iterator[Finding]:
+    if text := _settled(run):
         bonus = run.config.get("trainer.loss.kwargs.entropy_bonus", 0.0)
         least = 0.003 if run.config.get("policy.path") else 0.3  # weights that were trained before know where to search
         do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, least):g}; it is {bonus:g}."
         if not run.config.get("trainer.loss.kwargs.entropy_decay"):
             do += " With --trainer.loss.kwargs.entropy-decay 0.8 it is gone when the policy has found what pays."
-        yield finding(Kind.PROBLEM, name, "The policy settled too soon", text, do)
+        yield finding(Kind.PROBLEM, "train/entropy", "The policy settled too soon", text, do)
 
 
 def _pays_for_something_else(run: Run) -> Iterator[Finding]:
