@@ -1,4 +1,4 @@
-"""Publications, the shards that they are made of, and how pulls of them went: plain data between processes.
+"""Publications, the shards that they are made of, and how a pull of one went: plain data between processes.
 
 A publication is immutable: one version, one manifest, one place. The fingerprint of a tensor (see
 `weights.fingerprint`) is taken in the dtype that is served.
@@ -118,29 +118,12 @@ class Publication:
         return f"{self.channel} {self.version}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullReport:
-    """A pull that ended with verified weights."""
-
-    version: PolicyVersion
-    """The version that is served now: the requested one, or a newer one that was requested before it was loaded."""
-    seconds_waited: float
-    """From the call to the decision: the running burst, and pulls before it."""
-    seconds_copied: float
-    """Reading, loading and dropping the old weights' KV."""
-    seconds_verifying: float
-    bytes: int
-    """Of the publication."""
-    requests_in_flight: int
-    """Requests that continue under the new weights with their tokens so far."""
-
-
 @dataclass(frozen=True, slots=True)
 class FleetPull:
     """How one pull went, over the whole fleet."""
 
     version: PolicyVersion
-    reports: dict[str, PullReport]
-    """By generator that serves the version."""
+    serving: tuple[str, ...]
+    """Generators that serve the version."""
     failures: dict[str, str]
     """By generator that serves no version: why."""
