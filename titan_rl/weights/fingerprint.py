@@ -130,18 +130,22 @@ def _parts(bits: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> 
         yield box[index][:, None, :, None], row, first[-1], blocks
 
 
-_STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def odd_key(number):  # type: ignore[no-untyped-def]
-    """SplitMix64's output number `number` (Steele et al. 2014), made odd: of an int64 in compiled code, or of a tensor.
+def mix(number):  # type: ignore[no-untyped-def]
+    """SplitMix64's finalizer (Steele et al. 2014): of int64, in compiled code, an array or a tensor.
 
     The masks make the arithmetic shifts of signed integers logical ones.
     """
-    mixed = number * _STEP
-    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * _FIRST
-    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * _SECOND
-    return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) | 1
+    number = (number ^ ((number >> 30) & 0x3FFFFFFFF)) * _FIRST
+    number = (number ^ ((number >> 27) & 0x1FFFFFFFFF)) * _SECOND
+    return number ^ ((number >> 31) & 0x1FFFFFFFF)
+
+
+def odd_key(number):  # type: ignore[no-untyped-def]
+    """SplitMix64's output number `number`, made odd."""
+    return mix(number * STEP) | 1
 
 
 def _sum_on_host(panels: Tensor, row: int, column: int, blocks: int) -> int:
@@ -170,7 +174,7 @@ def compiled_sum() -> Callable[..., int]:
     from numba import njit
     from numba.extending import register_jitable
 
-    for each in (odd_key, _weighted):
+    for each in (mix, odd_key, _weighted):
         register_jitable(each)
     # Machine code is kept beside this file, which spares every process 0.3 s; in a read-only place each compiles anew.
     return njit(nogil=True, cache=os.access(Path(__file__).parent, os.W_OK))(_sum)

@@ -48,10 +48,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from titan_rl.generation.engine import RunningRequest
 from titan_rl.support import encode_support
-
-GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""splitmix64's constants."""
+from titan_rl.weights.fingerprint import STEP, mix
 
 
 class DecodePlan(NamedTuple):
@@ -374,7 +371,5 @@ class SeededSampling:
 
 def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One key per row, well mixed: [N] int64 of seeds [N] int64 and positions [N]."""
-    mixed = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-    return (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
+    keys: np.ndarray = mix(seeds + (positions.astype(np.int64) + 1) * STEP)
+    return keys
