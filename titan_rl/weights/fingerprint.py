@@ -13,17 +13,10 @@ SplitMix64's finalizer, made odd. It holds:
 - **Any other change is missed with a probability of (64 - v) * 2**(v-62) at most**, if it was not made with the keys in
   mind and they are as good as drawn at random. 2**v is the largest power of two that divides all differences of folded
   bits: v is 0 if the lowest bit of a folded element changes (2**-56), and 15 at most (2**-41) unless every float32 that
-  changes flips the same bits in both of its halves (31, 2**-25).
+  changes flips the same bits in both of its halves (31, 2**-25). `README.md` has the proof.
 
-  Proof: take a block with an element whose difference 2**(v+1) does not divide. Its key is 2x + 1, so the block's sum
-  (the block's own key left out) may be any of the numbers that are 2**(v+1) apart, with one probability: 2**w with
-  w > v divides it with 2**(v+1-w). If 2**w is the largest that divides every block's sum, the blocks' keys make these
-  cancel with 2**(w-63) at most, for the same reason. Together: 2**(v-63) for w = v, 2**(v-62) for each w from v+1 to
-  63, and 2**(v-63) for sums that are all 0.
-
-Keys that are linear in the position would not do: element 10 and 20 one up, 12 and 18 one down, and nothing is seen.
-This is no cryptographic hash: who knows the keys can make changes that it does not see. Keys of places stay in the
-first-level cache, and each run in memory, of a row or of a packed matrix's column, takes one other: one pass.
+Keys of places stay in the first-level cache, and each run in memory, of a row or of a packed matrix's column, takes one
+other: one pass.
 """
 
 import functools
