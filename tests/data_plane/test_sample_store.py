@@ -147,8 +147,6 @@ def test_two_stores_of_one_name_are_an_error(tmp_path):
     put(store_in(tmp_path), [sample_of(10)])
     with pytest.raises(ConfigError, match="two sample stores have one name"):
         put(store_in(tmp_path), [sample_of(10)])
-    with pytest.raises(ConfigError, match="channel 'samples.a/b'"):
-        store_in(tmp_path, "a/b")
 
 
 def test_a_put_of_a_malformed_sample_keeps_nothing(tmp_path):

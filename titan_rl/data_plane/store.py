@@ -36,7 +36,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_siz
 from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.support import Supports
 from titan_rl.types import TrainingSample
-from titan_rl.weights.segment_files import DIRECTORY, check_channel, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, segment_path
 
 _ARRAYS = (
     ("token_ids", np.dtype("<i4")),
@@ -125,7 +125,7 @@ class SampleStore:
         self._files = 0
         self._next_id = 0
         self._closed = False
-        self._directory, self._owner_pid, self._channel = directory, owner_pid, check_channel(channel_of(name))
+        self._directory, self._owner_pid, self._channel = directory, owner_pid, channel_of(name)
 
     def put(self, samples: Sequence[TrainingSample]) -> tuple[SampleRef, ...]:
         """Store copies of these samples. The caller owns them and has to release them.

@@ -78,7 +78,7 @@ def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) 
     """
     if data.dtype not in BITS:
         raise WeightsError(f"no fingerprint of {data.dtype}; served are {', '.join(map(str, BITS))}")
-    check_box(box_shape(data.shape, global_shape), global_shape, offset)
+    _check_box(box_shape(data.shape, global_shape), global_shape, offset)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for part in _parts(data.detach().view(BITS[data.dtype]), global_shape, offset) if data.numel() else ():
         total += _SUMS.get(data.device.type, _sum_on_device)(*part)
@@ -95,7 +95,7 @@ def combined_fingerprint(manifest: Manifest) -> int:
     return int.from_bytes(hashed.digest(), "little")
 
 
-def check_box(shape: Sequence[int], global_shape: Sequence[int], offset: Sequence[int]) -> None:
+def _check_box(shape: Sequence[int], global_shape: Sequence[int], offset: Sequence[int]) -> None:
     """Raises WeightsError unless a box of `shape` at `offset` lies in a tensor of `global_shape`."""
     fits = len(shape) == len(global_shape) == len(offset) and all(
         0 <= start and start + size <= whole for start, size, whole in zip(offset, shape, global_shape, strict=True)

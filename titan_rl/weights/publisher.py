@@ -35,7 +35,7 @@ from torch import Tensor
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import BITS, check_box, shard_sum, unsigned
+from titan_rl.weights.fingerprint import BITS, shard_sum, unsigned
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
@@ -118,7 +118,7 @@ class SharedMemoryPublisher:
             mine = list(shards)
             if dtype not in BITS:
                 raise WeightsError(f"{dtype} is not served; served are {', '.join(map(str, BITS))}")
-            return slot, mine, _shapes_of(mine)
+            return slot, mine, {shard.name: tuple(shard.global_shape) for shard in mine}
 
         slot, mine, shapes = self._ranks.together(what, prepare)
         if len({*(everyones := self._ranks.gather((version, slot)))}) > 1:
@@ -241,18 +241,6 @@ def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dty
     return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=TIED if tied else ())
 
 
-def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
-    """Raises WeightsError for a shard outside its tensor."""
-    shapes: Shapes = {}
-    for shard in shards:
-        shape = shapes[shard.name] = tuple(shard.global_shape)
-        try:
-            check_box(shard.data.shape, shape, shard.offset)
-        except WeightsError as error:
-            raise WeightsError(f"{shard.name}: {error}") from None
-    return shapes
-
-
 def _merged_layout(everyones: list[Shapes], dtype: torch.dtype, aliases: Aliases) -> Manifest:
     """One layout from what every rank has."""
     shapes: Shapes = {}
@@ -262,9 +250,6 @@ def _merged_layout(everyones: list[Shapes], dtype: torch.dtype, aliases: Aliases
                 raise WeightsError(f"{name} is {shape} on rank {rank} and {shapes[name]} on a lower one")
     if not shapes:
         raise WeightsError("there are no tensors")
-    for alias, name in aliases:
-        if alias in shapes or name not in shapes:
-            raise WeightsError(f"alias {alias} of {name}: the first must be no tensor of its own, the second one")
     entries = []
     offset = 0
     text = str(dtype).removeprefix("torch.")
