@@ -28,8 +28,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.vllm.cuda import Sampled
 from titan_rl.generation.vllm.engine import VllmEngine
-from titan_rl.generation.vllm.steps import DecodePlan, StepTokens, decoder_of
+from titan_rl.generation.vllm.steps import DecodePlan, decoder_of
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 from titan_rl.weights.fingerprint import BITS
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, PANELS, TIED, TensorShard
@@ -449,11 +450,11 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
             short[:] = short[0] + 1, short[1] + (plan.change is not None), short[2] + bool(plan.new_blocks)
         return plan
 
-    def stock_collect(planned: SchedulerOutput, output: ModelRunnerOutput) -> StepTokens:
+    def stock_collect(planned: SchedulerOutput, output: ModelRunnerOutput) -> Sampled:
         requests = dict(scheduler.requests)
         taken = scheduler.update_from_output(planned, output)
         outputs = taken[0].outputs if taken else []
-        return StepTokens(
+        return Sampled(
             [requests[each.request_id] for each in outputs],
             [each.new_token_ids[0] for each in outputs],
             [float(each.new_logprobs.logprobs[0, 0]) for each in outputs],

@@ -47,6 +47,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from titan_rl.generation.engine import RunningRequest
+from titan_rl.generation.vllm.cuda import Sampled
 from titan_rl.support import encode_support
 from titan_rl.weights.fingerprint import STEP, mix
 
@@ -59,16 +60,6 @@ class DecodePlan(NamedTuple):
     """By place in `requests`: the ids of the blocks that begin, per group."""
     change: SchedulerOutput | None
     """What `schedule` would have returned. None: the requests are those of the last step, which was planned here."""
-
-
-class StepTokens(NamedTuple):
-    """What one step sampled, in the order of the batch."""
-
-    requests: list[Request]
-    tokens: list[int]
-    logprobs: list[float]
-    ended: list[Request]
-    """Of those; the scheduler knows them no more."""
 
 
 class StepScheduler(Scheduler):
@@ -118,7 +109,7 @@ class StepScheduler(Scheduler):
         self._planned_step, self._computed_tokens = self.current_step, computed
         return DecodePlan(running, new_blocks, self._change(computed, new_blocks) if changed else None)
 
-    def collect(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> StepTokens:
+    def collect(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> Sampled:
         """Append what was sampled to the requests and end those that are done, as `update_from_output` does."""
         rows, sampled = output.req_id_to_index, output.sampled_token_ids
         logprobs = [] if output.logprobs is None else output.logprobs.logprobs[:, 0].tolist()
@@ -131,7 +122,7 @@ class StepScheduler(Scheduler):
                 places.append(row)
         return self.append_tokens(requests, [sampled[row][0] for row in places], [logprobs[row] for row in places])
 
-    def append_tokens(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> StepTokens:
+    def append_tokens(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> Sampled:
         """`collect`, for requests that all sampled a token."""
         ended = []
         shared_every, longest = self.hash_block_size, self.max_model_len
@@ -154,7 +145,7 @@ class StepScheduler(Scheduler):
             self._free_request(request)
         if ended:
             self.running = [request for request in self.running if not request.is_finished()]
-        return StepTokens(requests, tokens, logprobs, ended)
+        return Sampled(requests, tokens, logprobs, ended)
 
     def _change(self, computed: np.ndarray, new_blocks: dict[int, tuple[list[int], ...]]) -> SchedulerOutput:
         ids = [request.request_id for request in self.running]
@@ -213,7 +204,7 @@ class Decoder:
         self._states: list[Any] = []  # vLLM's `CachedRequestState`
 
     @torch.inference_mode()
-    def step(self) -> StepTokens | None:
+    def step(self) -> Sampled | None:
         """Take the next step; None, with nothing done, if that is vLLM's."""
         plan = self._scheduler.plan_decode()
         if plan is None:
@@ -316,7 +307,7 @@ class OwnSteps:
         """`params`, which requests share: `SeededSampling` knows the seed."""
         return params
 
-    def step(self) -> StepTokens:
+    def step(self) -> Sampled:
         sampled = self._decoder.step() if self._decoder is not None else None
         if sampled is None:
             plan = self._scheduler.schedule()
@@ -336,9 +327,9 @@ class OwnSteps:
                         words[row, token // 32] |= np.uint32(1 << token % 32)
         return grammar
 
-    def drain(self) -> StepTokens:
+    def drain(self) -> Sampled:
         """Nothing is under way between two steps."""
-        return StepTokens([], [], [], [])
+        return Sampled([], [], [], [])
 
 
 class SeededSampling:
