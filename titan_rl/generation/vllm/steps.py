@@ -35,16 +35,13 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from titan_rl.generation.engine import RunningRequest
 from titan_rl.generation.vllm.cuda import Sampled
@@ -63,15 +60,12 @@ class DecodePlan(NamedTuple):
 
 
 class StepScheduler(Scheduler):
-    """For requests of text that sample one token per step, with logprobs; steps do not overlap."""
+    """For requests of text that sample one token per step, with logprobs; steps do not overlap. The model is a dense
+    Qwen3 (`read_shape` refuses others): kinds of attention that free, move or clear blocks in every step are not known.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        groups = self.kv_cache_config.kv_cache_groups
-        self.keeps_blocks = (
-            len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec and not self.needs_kv_cache_zeroing
-        )
-        """Other kinds of attention free, move or clear blocks in every step, so `schedule` must plan all of them."""
         self._planned_step = -1  # the last step that `plan_decode` planned
         self._computed_tokens = np.empty(0, dtype=np.int64)  # tokens whose KV that step found, by place in `running`
 
@@ -165,28 +159,6 @@ class StepScheduler(Scheduler):
         plan.finished_req_ids, self.finished_req_ids = self.finished_req_ids, set()
         self.prev_step_scheduled_req_ids = set(ids)
         return plan
-
-
-def decoder_of(scheduler: Any, runner: Any) -> Decoder | None:
-    """For the steps of one engine; None where more than what is done here belongs to a decode step. Looks at what a
-    checkpoint decides; `engine_arguments` configures nothing else that would matter."""
-    unusual = (
-        runner.uses_mrope
-        or runner.supports_mm_inputs
-        or runner.is_pooling_model
-        or runner.is_mm_prefix_lm
-        or runner.lookback_token_ids is not None
-        or runner.model_config.is_encoder_decoder
-        or runner.model_config.rswa_window is not None
-        or runner.speculative_config is not None
-        or runner.lora_config is not None
-    )
-    plain = (
-        type(runner) is CPUModelRunner
-        and scheduler.keeps_blocks
-        and [group.backend for groups in runner.attn_groups for group in groups] == [CPUAttentionBackend]
-    )
-    return Decoder(scheduler, runner) if plain and not unusual else None
 
 
 class Decoder:
@@ -300,7 +272,7 @@ class OwnSteps:
         no seeds. `recorded`: those of them whose supports are kept."""
         self._scheduler: Any = core.scheduler  # a StepScheduler
         self._executor: Any = core.model_executor
-        self._decoder = decoder_of(self._scheduler, runner)
+        self._decoder = Decoder(self._scheduler, runner)
         SeededSampling(runner, running, recorded)
 
     def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
@@ -308,7 +280,7 @@ class OwnSteps:
         return params
 
     def step(self) -> Sampled:
-        sampled = self._decoder.step() if self._decoder is not None else None
+        sampled = self._decoder.step()
         if sampled is None:
             plan = self._scheduler.schedule()
             output = self._executor.execute_model(plan)
