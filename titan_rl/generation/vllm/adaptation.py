@@ -79,7 +79,6 @@ _CHECKED_ROWS = (0, 1, 4, TILE - 1, TILE, 2 * TILE + 7, 128)
 
 _stock_rebind_kernels = vllm_kernels._rebind_kernels
 _stock_group_name = _CPUSHMDistributed.make_group_name
-_stock_dispatch = vllm_linear.dispatch_cpu_unquantized_gemm
 _stock_build = CPUAttentionMetadataBuilder.build
 
 
@@ -150,9 +149,6 @@ class Linears:
 
     def set_up(self, layer: Any, remove_weight: bool) -> None:
         """Called by vLLM after the first load."""
-        if layer.weight.ndim != 2:
-            _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
-            return
         embeds = type(layer) is VocabParallelEmbedding  # looks up rows; vLLM would pack it too
         matrix = packed(layer.weight.data) if self._name == PACKED and not embeds else None
         layer.cpu_linear = self._function_of(layer) if matrix is None else matrix
