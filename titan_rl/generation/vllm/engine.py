@@ -32,7 +32,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from titan_rl.errors import GeneratorFailed
-from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
+from titan_rl.generation.config import GeneratorConfig, check_environment
 from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
 from titan_rl.generation.vllm import weights
 from titan_rl.generation.vllm.constraints import Constraints
@@ -101,7 +101,11 @@ class VllmEngine(Engine):
     def __init__(self, config: GeneratorConfig, model_path: str | Path, device: str = "cpu") -> None:
         check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
         self._device, self.tells_support = device, device == "cpu"
-        self._linears = _adapt(config, Path(model_path)) if device == "cpu" else None
+        self._linears: Linears | None = None
+        if device == "cpu":
+            from titan_rl.generation.vllm.adaptation import adapt
+
+            self._linears = adapt(config, Path(model_path))
         tqdm.set_lock(threading.RLock())  # its own is in shared memory: a killed process leaves it behind
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
         if config.tensor_parallel > 1:
@@ -307,15 +311,3 @@ class VllmEngine(Engine):
         if sampling.constraint:
             completed.sampling_params.structured_outputs = self._constraints.params(sampling)
         return completed.sampling_params
-
-
-def _adapt(config: GeneratorConfig, model_path: Path) -> Linears:
-    """Prepare this process for an engine on CPU; see `adaptation`."""
-    from titan_rl.generation.vllm import adaptation
-
-    if config.deterministic:
-        refuse_more_ranks(config.tensor_parallel)
-    linears = adaptation.adapt_linear(adaptation.linear_of(config, model_path))
-    adaptation.adapt_attention(config.deterministic)
-    adaptation.adapt_process()
-    return linears
