@@ -17,7 +17,6 @@ A sample is flat bytes, little-endian; its numbers travel in its reference. The 
   then verifies the copy. The samples belong to the caller and do not change when the stored ones are released.
 """
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -172,7 +171,7 @@ class SampleStore:
                 self._in_file[ref.location] -= 1
                 if not self._in_file[ref.location]:
                     del self._in_file[ref.location]
-                    _remove(ref.location)
+                    Path(ref.location).unlink(missing_ok=True)
 
     def read(self, ids: Sequence[int]) -> np.ndarray:
         """The bytes of these samples, one after the other: [bytes] uint8, a copy."""
@@ -200,7 +199,7 @@ class SampleStore:
         with self._lock:
             self._closed = True
             for path in self._in_file:
-                _remove(path)
+                Path(path).unlink(missing_ok=True)
             self._held.clear()
             self._in_file.clear()
         return report
@@ -310,29 +309,19 @@ def prefetched(
 
 def _write(path: str, content: bytes) -> None:
     """A new file with this content, or none."""
-    nbytes, rest = len(content), memoryview(content)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        finally:
-            os.close(descriptor)
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content)
     except FileExistsError as error:
         raise ConfigError(f"{path} exists: two sample stores have one name") from error
     except OSError as error:
-        _remove(path)
+        Path(path).unlink(missing_ok=True)
         directory = Path(path).parent
         free = shutil.disk_usage(directory).free
         raise SharedMemoryFull(
-            f"{nbytes} bytes for samples do not fit in {directory}, where {free} bytes are free ({error.strerror}); "
-            f"make it larger (containers: --shm-size) or keep fewer samples"
+            f"{len(content)} bytes for samples do not fit in {directory}, where {free} bytes are free "
+            f"({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
         ) from error
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _read(first: SampleRef, buffer: memoryview) -> None:

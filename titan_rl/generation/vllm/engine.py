@@ -94,8 +94,8 @@ class VllmEngine(Engine):
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: the process lacks a generator's environment variables, `config.linear` cannot be imported, or
-            `config.deterministic` cannot be kept on this CPU.
+        ConfigError: the process lacks a generator's environment variables, or `config.deterministic` cannot be kept on
+            this CPU.
     """
 
     def __init__(self, config: GeneratorConfig, model_path: str | Path, device: str = "cpu") -> None:
