@@ -6,7 +6,7 @@ the model of a small policy. Three things are therefore done here in another way
 
 - `StepScheduler.plan_decode` plans such a step. Requests whose block begins or is full go through vLLM's cache manager;
   where free blocks might not do, vLLM's `schedule` decides.
-- `Decoder` runs it. Inputs are read from the batch in numpy: row i is query i. vLLM's sampler makes the distribution
+- `OwnSteps` runs it. Inputs are read from the batch in numpy: row i is query i. vLLM's sampler makes the distribution
   and draws; ranks of tokens and lists of the most likely ones are not computed.
 - `StepScheduler.collect` returns what any step sampled, as lists. vLLM makes objects per request and token.
 
@@ -161,11 +161,20 @@ class StepScheduler(Scheduler):
         return plan
 
 
-class Decoder:
-    """Takes the steps of one engine in which there is nothing to decide."""
+class OwnSteps:
+    """Takes the steps of one engine: itself where there is nothing to decide, else by vLLM's scheduler and runner."""
 
-    def __init__(self, scheduler: StepScheduler, runner: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: Any,
+        running: Mapping[str, RunningRequest],
+        recorded: Mapping[str, RunningRequest],
+    ) -> None:
+        """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
+        no seeds. `recorded`: those of them whose supports are kept."""
+        self._scheduler: Any = core.scheduler  # a StepScheduler
+        self._executor: Any = core.model_executor
         self._runner = runner
         self._batch = runner.input_batch
         self._group = runner.attn_groups[0][0]
@@ -174,13 +183,27 @@ class Decoder:
         # By place in the plan, renewed when requests join or leave:
         self._rows = np.empty(0, dtype=np.int64)
         self._states: list[Any] = []  # vLLM's `CachedRequestState`
+        SeededSampling(runner, running, recorded)
+
+    def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
+        """`params`, which requests share: `SeededSampling` knows the seed."""
+        return params
+
+    def step(self) -> Sampled:
+        if (decode := self._scheduler.plan_decode()) is not None:
+            return self._decode(decode)
+        plan = self._scheduler.schedule()
+        output = self._executor.execute_model(plan)
+        output = output or self._executor.sample_tokens(self._possible(plan))
+        sampled: Sampled = self._scheduler.collect(plan, output)
+        return sampled
+
+    def drain(self) -> Sampled:
+        """Nothing is under way between two steps."""
+        return Sampled([], [], [], [])
 
     @torch.inference_mode()
-    def step(self) -> Sampled | None:
-        """Take the next step; None, with nothing done, if that is vLLM's."""
-        plan = self._scheduler.plan_decode()
-        if plan is None:
-            return None
+    def _decode(self, plan: DecodePlan) -> Sampled:
         self._update(plan)
         tokens, logprobs = self._sample(self._forward(len(plan.requests)))
         batch, rows = self._batch, self._row_numbers[: len(tokens)]
@@ -191,7 +214,8 @@ class Decoder:
         drawn = tokens[self._rows].tolist()
         for state, token in zip(self._states, drawn, strict=True):
             state.output_token_ids.append(token)
-        return self._scheduler.append_tokens(plan.requests, drawn, logprobs[self._rows].tolist())
+        sampled: Sampled = self._scheduler.append_tokens(plan.requests, drawn, logprobs[self._rows].tolist())
+        return sampled
 
     def _update(self, plan: DecodePlan) -> None:
         """Bring the batch up to the plan, as `_update_states` does."""
@@ -257,37 +281,6 @@ class Decoder:
         tokens = drawn.numpy()
         return tokens, logprobs.numpy()[self._row_numbers[: len(tokens)], tokens]
 
-
-class OwnSteps:
-    """Takes the steps of one engine: `Decoder` where it can, else vLLM's scheduler and runner."""
-
-    def __init__(
-        self,
-        core: EngineCore,
-        runner: Any,
-        running: Mapping[str, RunningRequest],
-        recorded: Mapping[str, RunningRequest],
-    ) -> None:
-        """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
-        no seeds. `recorded`: those of them whose supports are kept."""
-        self._scheduler: Any = core.scheduler  # a StepScheduler
-        self._executor: Any = core.model_executor
-        self._decoder = Decoder(self._scheduler, runner)
-        SeededSampling(runner, running, recorded)
-
-    def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
-        """`params`, which requests share: `SeededSampling` knows the seed."""
-        return params
-
-    def step(self) -> Sampled:
-        sampled = self._decoder.step()
-        if sampled is None:
-            plan = self._scheduler.schedule()
-            output = self._executor.execute_model(plan)
-            output = output or self._executor.sample_tokens(self._possible(plan))
-            sampled = self._scheduler.collect(plan, output)
-        return sampled
-
     def _possible(self, plan: SchedulerOutput) -> Any:
         """Which tokens constraints allow. Where none does, as in a schema that nothing fits, a stop token ends it."""
         grammar = self._scheduler.get_grammar_bitmask(plan)
@@ -298,10 +291,6 @@ class OwnSteps:
                     for token in self._scheduler.requests[request_id].sampling_params.stop_token_ids:
                         words[row, token // 32] |= np.uint32(1 << token % 32)
         return grammar
-
-    def drain(self) -> Sampled:
-        """Nothing is under way between two steps."""
-        return Sampled([], [], [], [])
 
 
 class SeededSampling:
