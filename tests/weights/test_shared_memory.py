@@ -131,7 +131,7 @@ def test_nothing_to_publish_and_dtypes_that_are_not_served_are_errors(directory:
     publisher = publisher_in(directory)
     with pytest.raises(WeightsError, match="there are no tensors"):
         publisher.publish(V1, [], dtype=torch.float32)
-    with pytest.raises(WeightsError, match="float16 is not served"):
+    with pytest.raises(WeightsError, match="no fingerprint of torch.float16"):
         publisher.publish(V1, whole_shards(weights(1)), dtype=torch.float16)
 
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import BITS, shard_sum, unsigned
+from titan_rl.weights.fingerprint import shard_sum, unsigned
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
@@ -112,15 +112,8 @@ class SharedMemoryPublisher:
                 that do not cover a tensor, ranks that disagree, or too little room (says how much).
         """
         what = f"publishing {self._channel} {version}"
-
-        def prepare() -> tuple[int, list[TensorShard], Shapes]:
-            slot = self._free_slot(version)
-            mine = list(shards)
-            if dtype not in BITS:
-                raise WeightsError(f"{dtype} is not served; served are {', '.join(map(str, BITS))}")
-            return slot, mine, {shard.name: tuple(shard.global_shape) for shard in mine}
-
-        slot, mine, shapes = self._ranks.together(what, prepare)
+        slot, mine = self._ranks.together(what, lambda: (self._free_slot(version), list(shards)))
+        shapes = {shard.name: tuple(shard.global_shape) for shard in mine}
         if len({*(everyones := self._ranks.gather((version, slot)))}) > 1:
             raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {everyones}")
         layout = self._agreed_layout(what, shapes, dtype, tuple(aliases))
