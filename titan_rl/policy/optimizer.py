@@ -98,10 +98,8 @@ def warm_up_optimizer(config: WarmupConfig, module: nn.Module) -> PolicyOptimize
     """A second optimizer over the same weights, whose moments and schedule end with the warm-up."""
     rates = OptimizerConfig(
         lr=config.lr,
-        betas=config.betas,
-        max_grad_norm=config.max_grad_norm,
         warmup_steps=config.lr_warmup_steps,
         decay_ratio=(config.steps - config.lr_warmup_steps) / config.steps,
-        min_lr_factor=config.min_lr_factor,
+        min_lr_factor=0.1,
     )
     return PolicyOptimizer(rates, module, config.steps)
