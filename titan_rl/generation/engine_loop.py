@@ -273,7 +273,8 @@ class EngineLoop:
 
     def _settle(self, decision: LoopDecision, outcome: Outcome) -> None:
         """Pass on the results of a decision: to the inbox, the callbacks and the waiting futures."""
-        completions, pulled, error = outcome.completions, outcome.pulled, outcome.pull_error
+        completions, error = outcome.completions, outcome.pull_error
+        pulled = None if decision.publication is None else decision.publication.version
         with self._changed:
             if error is not None:
                 self._inbox.failed(str(error))

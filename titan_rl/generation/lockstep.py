@@ -19,7 +19,7 @@ from titan_rl.errors import InvariantError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
 from titan_rl.metrics.timeline import timeline
-from titan_rl.types import Completion, Piece, PolicyVersion
+from titan_rl.types import Completion, Piece
 from titan_rl.weights.manifest import Publication
 
 if TYPE_CHECKING:
@@ -37,10 +37,8 @@ class Outcome:
     completions: list[Completion] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     """On rank 0: new pieces of running streamed requests."""
-    pulled: PolicyVersion | None = None
-    """The version of the publication that was to be loaded."""
     pull_error: WeightsError | None = None
-    """Any rank failed: nothing may be served."""
+    """Any rank failed to load or verify the publication: nothing may be served."""
     freed_bytes: int = 0
 
 
@@ -143,7 +141,7 @@ class Lockstep:
             error = failure
         self._hash.update(f"loaded|{publication.version}|{fingerprint}|".encode())  # None: it failed
         completions = engine.abort(engine.running()) if error else []
-        return Outcome(completions=completions, pulled=publication.version, pull_error=error)
+        return Outcome(completions=completions, pull_error=error)
 
     def _load(self, publication: Publication) -> None:
         # Read after the engine has drained: where reading fails on one rank, all have taken the same steps.
