@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from titan_rl.errors import WeightsError
-from titan_rl.weights.manifest import MATRIX, PANELS, Manifest, box_shape
+from titan_rl.weights.manifest import MATRIX, PANELS, Manifest
 
 BLOCK = 1024
 """Elements of a row that share a key. Their places' keys, 8 KiB, must leave most of a first-level cache to the
@@ -73,12 +73,10 @@ def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) 
         data: the box (empty: 0), float32 or bfloat16, on any device, contiguous or not; or panels (`TensorShard.data`).
         global_shape, offset: of the whole tensor, and the box's first element in it.
 
-    Raises:
-        WeightsError: a box that does not lie in the tensor, or another dtype.
+    Raises WeightsError: another dtype.
     """
     if data.dtype not in BITS:
         raise WeightsError(f"no fingerprint of {data.dtype}; served are {', '.join(map(str, BITS))}")
-    _check_box(box_shape(data.shape, global_shape), global_shape, offset)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for part in _parts(data.detach().view(BITS[data.dtype]), global_shape, offset) if data.numel() else ():
         total += _SUMS.get(data.device.type, _sum_on_device)(*part)
@@ -93,17 +91,6 @@ def combined_fingerprint(manifest: Manifest) -> int:
     for alias in sorted(manifest.aliases):
         hashed.update(f"{alias}\n".encode())
     return int.from_bytes(hashed.digest(), "little")
-
-
-def _check_box(shape: Sequence[int], global_shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Raises WeightsError unless a box of `shape` at `offset` lies in a tensor of `global_shape`."""
-    fits = len(shape) == len(global_shape) == len(offset) and all(
-        0 <= start and start + size <= whole for start, size, whole in zip(offset, shape, global_shape, strict=True)
-    )
-    if not fits:
-        raise WeightsError(
-            f"a box of shape {tuple(shape)} at {tuple(offset)} does not lie in a tensor of shape {tuple(global_shape)}"
-        )
 
 
 def _parts(bits: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Iterator[tuple[Tensor, int, int, int]]:
