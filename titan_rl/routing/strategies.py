@@ -16,6 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
+from titan_rl.bounds import Count, NotNegative
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_name
 from titan_rl.routing.config import RouterConfig
@@ -156,11 +157,7 @@ class StickySession:
         sync_wait_seconds: how long a request waits for its session's generator to come back; 0: not at all.
     """
 
-    def __init__(self, *, max_sessions: int = 100_000, sync_wait_seconds: float = 5.0) -> None:
-        if max_sessions < 1:
-            raise ConfigError(f"router.strategy_kwargs.max_sessions must be at least 1, got {max_sessions}")
-        if sync_wait_seconds < 0:
-            raise ConfigError(f"router.strategy_kwargs.sync_wait_seconds must be >= 0, got {sync_wait_seconds}")
+    def __init__(self, *, max_sessions: Count = 100_000, sync_wait_seconds: NotNegative = 5.0) -> None:
         self._max_sessions = max_sessions
         self._sync_wait_seconds = sync_wait_seconds
         self._fallback = LeastLoaded()
@@ -213,11 +210,9 @@ class StickySession:
 
 
 def build_strategy(config: RouterConfig) -> RoutingStrategy:
-    """The strategy that `router.strategy` names; raises ConfigError where the name or the arguments are wrong."""
-    try:
-        strategy = import_name(config.strategy, SHORT_NAMES)
-    except ConfigError as error:
-        raise ConfigError(f"router.strategy: {error}") from error
+    """The strategy that `router.strategy` names, whose arguments `run.checks` has compared with it. Raises ConfigError:
+    the name is none, or the class lacks a method."""
+    strategy = import_name(config.strategy, SHORT_NAMES)
     missing = [
         name
         for name in ("serves", "pauses", "leaves", "choose", "assigned", "released", "end_session")
@@ -225,7 +220,4 @@ def build_strategy(config: RouterConfig) -> RoutingStrategy:
     ]
     if missing:
         raise ConfigError(f"router.strategy: {config.strategy!r} lacks {', '.join(missing)}")
-    try:
-        return strategy(**config.strategy_kwargs)
-    except TypeError as error:
-        raise ConfigError(f"router.strategy_kwargs do not fit {config.strategy!r}: {error}") from error
+    return strategy(**config.strategy_kwargs)
