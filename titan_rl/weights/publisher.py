@@ -225,12 +225,9 @@ class HostExchange:
 
 
 def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dtype: torch.dtype) -> Publication:
-    """Publish the weights of a Hugging Face directory as version v0. Raises WeightsError if there are none, or a file
-    is damaged."""
+    """Publish the weights of a Hugging Face directory as version v0. Raises WeightsError if a file is damaged."""
     tied = bool(json.loads((directory / "config.json").read_text()).get("tie_word_embeddings", False))
     shards = [each for each in shards_of_files(directory) if not (tied and each.name == LM_HEAD)]
-    if not shards:
-        raise WeightsError(f"{directory} has no weights (*.safetensors)")
     return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=TIED if tied else ())
 
 
