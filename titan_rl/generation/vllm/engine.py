@@ -113,16 +113,16 @@ class VllmEngine(Engine):
             os.environ["VLLM_RPC_BASE_PATH"] = str(Path(os.environ[RENDEZVOUS]).parent)
         arguments = EngineArgs(**engine_arguments(config, Path(model_path), device))
         gc.freeze()  # vLLM collects garbage five times now, among all that was imported: half of the time
-        self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
-        self._client = self._engine.engine_core
+        self.llm_engine = LLMEngine.from_engine_args(arguments)  # vLLM's own; not for use while requests run here
+        self._client = self.llm_engine.engine_core
         in_process: Any = self._client  # for which vLLM's interface does not speak
         core: EngineCore = in_process.engine_core
         self._scheduler: Any = core.scheduler
         self._block_hasher = core.request_block_hasher
         self._params = lru_cache(_CACHED_SAMPLINGS)(self._vllm_params)
-        vocab_size = self._engine.model_config.get_vocab_size()
+        vocab_size = self.llm_engine.model_config.get_vocab_size()
         super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size)
-        self._tied: bool = self._engine.model_config.hf_text_config.tie_word_embeddings
+        self._tied: bool = self.llm_engine.model_config.hf_text_config.tie_word_embeddings
         self._shards: list[TensorShard] = []  # where verification has last looked, and new weights are stored
         self._can_sleep, self._asleep = device == "cuda" and config.sleep_mode, False
         self._kv_use = 0.0  # share of the KV cache, after the last step
@@ -143,13 +143,6 @@ class VllmEngine(Engine):
         from titan_rl.generation.vllm.steps import OwnSteps
 
         return OwnSteps(core, self._worker.model_runner, self._running, self._recorded)
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """vLLM's own engine. Not for use while requests run here."""
-        if self._engine is None:
-            raise GeneratorFailed("the engine was closed")
-        return self._engine
 
     @property
     def model(self) -> Any:
@@ -264,7 +257,6 @@ class VllmEngine(Engine):
             self._client.shutdown()
         finally:
             gc.collect = collect
-        self._engine = None
 
     def _end(self, request_id: str) -> RunningRequest:
         running = super()._end(request_id)
