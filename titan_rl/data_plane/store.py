@@ -48,17 +48,11 @@ _ARRAYS = (
 
 
 def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
-    """The bytes of these samples one after the other, and the checksum of each. Raises ValueError, which names the
-    sample, for an array of another dtype than `TrainingSample` says."""
+    """The bytes of these samples one after the other, and the checksum of each."""
     parts: list[bytes | memoryview] = []
     sizes = []
     for sample in samples:
-        arrays = [np.ascontiguousarray(getattr(sample, name)) for name, _ in _ARRAYS]
-        for array, (name, dtype) in zip(arrays, _ARRAYS, strict=True):
-            if array.dtype != dtype:
-                raise ValueError(
-                    f"group {sample.group_id} sample {sample.sample}: {name} is {array.dtype}, not {dtype}"
-                )
+        arrays = [np.ascontiguousarray(getattr(sample, name), dtype) for name, dtype in _ARRAYS]
         if sample.supports is not None:
             arrays[-1:-1] = sample.supports.sizes, sample.supports.values
         sizes.append(encoded_size(len(sample.token_ids), sample.support_bytes))
@@ -134,7 +128,6 @@ class SampleStore:
             SharedMemoryFull: nor does what the host has left.
             InvariantError: the store is closed.
             ConfigError: a store of this name and owner exists or existed.
-            ValueError: a sample's array has another dtype than its type says.
         """
         content, checksums = encode(samples)
         path, first = self._reserve(len(samples), len(content))
