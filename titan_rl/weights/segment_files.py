@@ -74,10 +74,10 @@ def map_segment(path: Path) -> tuple[mmap.mmap, Identity]:
     Raises FileNotFoundError, also for an empty file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        state = os.fstat(descriptor)
-        if not state.st_size:
+        *_, size = identity = identity_of(descriptor)
+        if not size:
             raise FileNotFoundError(f"{path} is empty")
-        return mmap.mmap(descriptor, state.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE), _identity(state)
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE), identity
     finally:
         os.close(descriptor)
 
@@ -100,12 +100,9 @@ def map_tensor(path: Path, *, page_lock: bool = True) -> tuple[Tensor, Identity]
     return torch.from_numpy(array), identity
 
 
-def identity_of(path: Path) -> Identity:
-    """Raises FileNotFoundError."""
-    return _identity(path.stat())
-
-
-def _identity(state: os.stat_result) -> Identity:
+def identity_of(file: Path | int) -> Identity:
+    """Of a path, which raises FileNotFoundError where there is none, or an open descriptor."""
+    state = os.stat(file)
     return state.st_dev, state.st_ino, state.st_size
 
 
