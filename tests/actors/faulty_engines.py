@@ -21,7 +21,7 @@ FALLS_AT = 3
 
 
 def slow_engine(config: Any, model_path: Any, device: str) -> SimulatedEngine:
-    return SimulatedEngine(vocab_size=13, seconds_per_step=0.05)
+    return SimulatedEngine(vocab_size=13, max_num_seqs=config.max_num_seqs, seconds_per_step=0.05)
 
 
 class _CollectiveEngine(SimulatedEngine):

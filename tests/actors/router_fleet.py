@@ -25,7 +25,7 @@ from titan_rl.types import (
     PolicyVersion,
     SamplingParams,
 )
-from titan_rl.weights.manifest import Manifest, Publication, PullReport
+from titan_rl.weights.manifest import Manifest, Publication
 
 _serial = itertools.count()
 SECONDS = 30.0
@@ -199,11 +199,11 @@ class ScriptedGenerator(RequestServer):
         self._answer([each for each in request_ids if each in self._live], FinishReason.ABORT, self._progress)
 
     @endpoint
-    async def pull_model_state_dict(self, publication: Publication) -> PullReport:
+    async def pull_model_state_dict(self, publication: Publication) -> PolicyVersion:
         return await self._pull(publication)
 
     @endpoint
-    async def wake_up(self, publication: Publication) -> PullReport:
+    async def wake_up(self, publication: Publication) -> PolicyVersion:
         self._asleep = False
         return await self._pull(publication)
 
@@ -288,7 +288,7 @@ class ScriptedGenerator(RequestServer):
         """Versions that were asked for, in order."""
         return self._pulls
 
-    async def _pull(self, publication: Publication) -> PullReport:
+    async def _pull(self, publication: Publication) -> PolicyVersion:
         self._pulls.append(str(publication.version))
         self._pulling += 1
         self._notify()
@@ -300,16 +300,8 @@ class ScriptedGenerator(RequestServer):
                 raise ActorGone("it was killed in its pull")
             self._answer(list(self._live), FinishReason.ABORT, self._progress)
             raise WeightsError("lm_head.weight is not what was published")
-        flying = len(self._live)
         self._version = publication.version
-        return PullReport(
-            version=publication.version,
-            seconds_waited=0.0,
-            seconds_copied=0.0,
-            seconds_verifying=0.0,
-            bytes=8,
-            requests_in_flight=flying,
-        )
+        return self._version
 
     def _answer(self, request_ids: list[str], reason: FinishReason, tokens: dict[str, int]) -> None:
         completions = []

@@ -25,7 +25,7 @@ from titan_rl.errors import WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.processes import OWNER
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
-from titan_rl.weights.manifest import Publication, PullReport
+from titan_rl.weights.manifest import Publication
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -235,9 +235,9 @@ class Far:
         self.mesh = GeneratorClient("generator", mesh, start_seconds=SECONDS)
         self.client = RouterClient(self.mesh.actor, seconds=SECONDS, name="generator")
 
-    async def pull(self, publication: Publication) -> PullReport:
-        report: PullReport = await self.mesh.ranks[0].call(SECONDS, Generator.pull_model_state_dict, publication)
-        return report
+    async def pull(self, publication: Publication) -> PolicyVersion:
+        version: PolicyVersion = await self.mesh.ranks[0].call(SECONDS, Generator.pull_model_state_dict, publication)
+        return version
 
     async def serves(self) -> int:
         """The step of the version that a request is served with."""
@@ -261,13 +261,13 @@ async def far(hosts: RelayHosts, tmp_path_factory: pytest.TempPathFactory) -> As
 
 
 async def test_its_engine_goes_on_while_the_weights_come(far: Far) -> None:
-    assert (await far.pull(far.hosts.publish(21))).version.step == await far.serves() == 21
+    assert (await far.pull(far.hosts.publish(21))).step == await far.serves() == 21
     await far.hosts.call(TRAINER, SpiedRelay.hold, 3)
     pull = asyncio.create_task(far.pull(far.hosts.publish(22)))
     await far.hosts.call(TRAINER, SpiedRelay.holds)
     assert await far.serves() == 21
     await far.hosts.call(TRAINER, SpiedRelay.release)
-    assert (await pull).version.step == await far.serves() == 22
+    assert (await pull).step == await far.serves() == 22
 
 
 async def test_what_it_refuses_comes_again(far: Far) -> None:
@@ -276,7 +276,7 @@ async def test_what_it_refuses_comes_again(far: Far) -> None:
     far.hosts.damage("far", publication)
     with pytest.raises(WeightsError, match="t is not what was published"):
         await far.pull(publication)
-    assert (await far.pull(publication)).version.step == await far.serves() == 23
+    assert (await far.pull(publication)).step == await far.serves() == 23
 
 
 async def test_a_pull_goes_on_with_the_relay_that_takes_the_place_of_a_dead_one(far: Far) -> None:
@@ -289,4 +289,4 @@ async def test_a_pull_goes_on_with_the_relay_that_takes_the_place_of_a_dead_one(
     await far.hosts.call(TRAINER, SpiedRelay.release)
     await far.hosts.replace("far")
     await far.mesh.set_peers(relay=far.hosts.relays["far"].actor)
-    assert (await pull).version.step == await far.serves() == 24
+    assert (await pull).step == await far.serves() == 24

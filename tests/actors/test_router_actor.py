@@ -201,7 +201,7 @@ async def test_requests_wait_for_the_replacement_of_the_last_generator() -> None
         pull = fleet.pull(1)
         assert await fleet.states() == ["dead"]
         await fleet.replace(0)
-        assert set((await pull).reports) == {"g0"}
+        assert set((await pull).serving) == {"g0"}
         assert sorted(await fleet.live(0, 2)) == ["running~1", "waiting"]
         await fleet.on(0, "finish", ["running~1", "waiting"], 2)
         assert [len(each.token_ids) for each in await asyncio.gather(*calls)] == [2, 2]

@@ -10,12 +10,13 @@ from router_fleet import Fleet, request
 from titan_rl.errors import WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import FinishReason, PolicyVersion
+from titan_rl.weights.manifest import FleetPull
 
 
 async def test_a_failed_pull_serves_nothing_is_retried_and_names_itself(draining: Fleet) -> None:
     await draining.on(0, "fail_pulls", 2)
     report = await draining.pull(1)
-    assert set(report.reports) == {"g1"}
+    assert set(report.serving) == {"g1"}
     assert "lm_head.weight" in report.failures["g0"]
     assert await draining.on(0, "pulls") == ["v0", "v1", "v1"]
     assert await draining.states() == ["stale", "serving"]
@@ -24,7 +25,7 @@ async def test_a_failed_pull_serves_nothing_is_retried_and_names_itself(draining
     assert await draining.live(0, 0) == {}
     await draining.on(1, "finish", ["r0", "r1", "r2"], 1)
     await asyncio.gather(*calls)
-    assert set((await draining.pull(2)).reports) == {"g0", "g1"}
+    assert set((await draining.pull(2)).serving) == {"g0", "g1"}
     for index in range(2):
         await draining.on(index, "fail_pulls", 2)
     with pytest.raises(WeightsError, match=r"v3 is served by nobody: g0: .*lm_head.*g1: .*lm_head"):
@@ -44,13 +45,13 @@ async def test_a_version_that_was_served_and_that_nobody_can_load_again_is_named
         await draining.on(index, "release_pulls")
     assert "v0 is served by nobody any more: g0: " in await asyncio.wait_for(told, 10)
     assert await draining.states() == ["stale", "stale"]
-    assert set((await draining.pull(1)).reports) == {"g0", "g1"}
+    assert set((await draining.pull(1)).serving) == {"g0", "g1"}
 
 
 async def test_a_generator_whose_pull_never_ends_is_told_to_end_and_its_replacement_serves() -> None:
     async with Fleet(RouterConfig(drain_seconds=0.01, pull_seconds=0.05)) as fleet:
         await fleet.on(0, "hold_pulls")
-        assert set((await fleet.pull(1)).reports) == {"g1"}
+        assert set((await fleet.pull(1)).serving) == {"g1"}
         assert "g0 takes new weights for longer than 5 times router.pull_seconds" in await fleet.on(0, "until_failed")
         assert await fleet.on(1, "pulls") == ["v0", "v1"]
         await fleet.kill(0)
@@ -65,7 +66,7 @@ async def test_a_cancelled_pull_leaves_nothing_behind(draining: Fleet) -> None:
     pull.cancel()
     await asyncio.gather(pull, return_exceptions=True)
     await draining.on(0, "release_pulls")
-    assert set((await draining.pull(2)).reports) == {"g0", "g1"}
+    assert set((await draining.pull(2)).serving) == {"g0", "g1"}
     assert await draining.states() == ["serving", "serving"]
 
 
@@ -80,8 +81,7 @@ async def test_a_sleeping_generator_serves_nothing_and_wakes_through_a_pull(drai
     await call
     assert (await draining.pull(1)).failures == {"g0": "it is asleep"}
     assert await draining.states() == ["asleep", "serving"]
-    report = await draining.router.wake_up("g0")
-    assert report.version == PolicyVersion(0, 1)
+    assert await draining.router.wake_up("g0") == PolicyVersion(0, 1)
     assert await draining.states() == ["serving", "serving"]
 
 
@@ -94,7 +94,7 @@ async def test_a_late_generator_is_not_dead_and_serves_once_its_pull_has_ended()
     assert "g0 takes new weights for longer than router.pull_seconds (0.01)" in late.last_error
     call = fleet.generate(request("r"))
     await fleet.on(0, "release_pulls")
-    assert set((await pull).reports) == {"g0"}
+    assert set((await pull).serving) == {"g0"}
     await fleet.live(0, 1)
     await fleet.on(0, "finish", ["r"], 1)
     assert (await call).finish_reason is FinishReason.STOP
@@ -127,6 +127,6 @@ async def test_where_the_trainer_goes_on_from_an_earlier_state_older_weights_are
         pull = fleet.pull(5)
         await fleet.router.fleet_status()  # the router has heard of it: it takes messages in order
         await fleet.on(0, "release_pulls")
-        assert (await pull).reports["g0"].version == PolicyVersion(0, 5)
+        assert await pull == FleetPull(version=PolicyVersion(0, 5), serving=("g0",), failures={})
         await newer
         assert await fleet.on(0, "pulls") == ["v0", "v7", "v5"]

@@ -184,7 +184,7 @@ def test_tokens_of_several_requests_become_requests_of_one_token() -> None:
 
 def test_vllm_still_attends_differently_to_a_prompt_and_to_single_tokens() -> None:
     current_platform.import_kernels()
-    assert queries_that_tiles_change() > 0, "adapt_attention is no longer needed"
+    assert queries_that_tiles_change() > 0, "one_token_each is no longer needed"
 
 
 def queries_that_tiles_change(length: int = 1024, heads: int = 4, size: int = 128, block: int = 32) -> int:

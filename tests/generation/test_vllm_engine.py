@@ -210,11 +210,6 @@ def test_a_step_without_vllms_runner_leaves_everything_as_vllm_does(facts: Facts
         assert found[name] > 1, name
 
 
-def test_whatever_is_unusual_is_left_to_vllm(engine: Facts) -> None:
-    served = engine["served_by_vllm_alone"]
-    assert not served.pop("") and all(served.values()), served
-
-
 @pytest.mark.acceptance
 def test_a_step_without_vllms_runner_is_vllms_with_two_ranks_too(tiny_models: dict[str, str]) -> None:
     models = {"model": Path(tiny_models["tied_a"]), "other": Path(tiny_models["tied_b"])}

@@ -28,8 +28,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from titan_rl.errors import TitanError
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.vllm.cuda import Sampled
 from titan_rl.generation.vllm.engine import VllmEngine
-from titan_rl.generation.vllm.steps import DecodePlan, StepTokens, decoder_of
+from titan_rl.generation.vllm.steps import DecodePlan
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 from titan_rl.weights.fingerprint import BITS
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, PANELS, TIED, TensorShard
@@ -266,8 +267,6 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     norms = [module for module in engine.model.modules() if isinstance(module, RMSNorm)]
     facts["norms"] = {norm._forward_method.__func__.__name__ for norm in norms}
 
-    facts["served_by_vllm_alone"] = served_by_vllm_alone(engine)
-
     facts["one"] = drain(engine, [make_request("one", new=2)])["one"]
 
     conventions = [
@@ -416,18 +415,6 @@ def essence(completion: Completion) -> tuple[Any, ...]:
     )
 
 
-def served_by_vllm_alone(engine: VllmEngine) -> dict[str, bool]:
-    """Whether an engine whose model has this peculiarity takes all steps as vLLM does."""
-    runner, found = engine._worker.model_runner, {}
-    for name in ("", "uses_mrope", "supports_mm_inputs", "is_pooling_model", "speculative_config", "lora_config"):
-        peculiar = copy.copy(runner)
-        setattr(peculiar, name or "nothing", True)
-        found[name] = decoder_of(engine._scheduler, peculiar) is None
-    scheduler = copy.copy(engine._scheduler)
-    scheduler.keeps_blocks = False
-    return found | {"keeps_blocks": decoder_of(scheduler, runner) is None}
-
-
 def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
     """Requests of all kinds in a cache that is too small for them, with arrivals, aborts, a dropped cache and new
     weights.
@@ -439,21 +426,21 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
     small = {"max_num_seqs": 9, "max_num_batched_tokens": 128, "kv_cache_bytes": 6 * (32 << 10) // ranks}
     engine = VllmEngine(config(tensor_parallel=ranks, **small), model)
     scheduler = engine.llm_engine.engine_core.engine_core.scheduler
-    decoder, short = engine._stepper._decoder, [0, 0, 0]
+    short, is_ours = [0, 0, 0], True
     states: list[dict[str, Any]] = []
     plan_decode = scheduler.plan_decode
 
     def counted() -> DecodePlan | None:
-        plan = plan_decode()
+        plan = plan_decode() if is_ours else None
         if plan is not None:
             short[:] = short[0] + 1, short[1] + (plan.change is not None), short[2] + bool(plan.new_blocks)
         return plan
 
-    def stock_collect(planned: SchedulerOutput, output: ModelRunnerOutput) -> StepTokens:
+    def stock_collect(planned: SchedulerOutput, output: ModelRunnerOutput) -> Sampled:
         requests = dict(scheduler.requests)
         taken = scheduler.update_from_output(planned, output)
         outputs = taken[0].outputs if taken else []
-        return StepTokens(
+        return Sampled(
             [requests[each.request_id] for each in outputs],
             [each.new_token_ids[0] for each in outputs],
             [float(each.new_logprobs.logprobs[0, 0]) for each in outputs],
@@ -487,7 +474,7 @@ def mixed_life(model: Path, other: Path, *, ours: float) -> dict[str, Any]:
         if step == 27:
             engine.load_weights(tensors_of(other).items(), PolicyVersion(0, 1))
         if engine.has_work():
-            engine._stepper._decoder = decoder if step * ours % 1 < ours else None
+            is_ours = step * ours % 1 < ours
             output = engine.step()
             completions |= {each.request_id: each for each in output.finished}
             states.append(state(engine) | {"sampled": output.sampled.tolist()})

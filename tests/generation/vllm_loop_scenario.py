@@ -27,7 +27,7 @@ from titan_rl.generation.engine import StepOutput
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion
-from titan_rl.weights.manifest import TIED, Publication, PullReport, TensorShard
+from titan_rl.weights.manifest import TIED, Publication, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.segment_files import segment_at
 
@@ -152,7 +152,7 @@ class Loop:
         }
         return self.publish(name, tensors)
 
-    def pull_next(self, weights: str) -> Future[PullReport]:
+    def pull_next(self, weights: str) -> Future[PolicyVersion]:
         """Pull a published set as the next version."""
         version = PolicyVersion(0, self._steps)
         self._steps += 1
@@ -173,7 +173,7 @@ def replay(this: Loop, prompt: tuple[int, ...], completion: Completion) -> tuple
     """Every token of a greedy completion again, each from one prefill under the weights of its version."""
     tokens, logprobs = np.zeros_like(completion.token_ids), np.zeros_like(completion.logprobs)
     for version in np.unique(completion.versions):
-        pulled = this.pull_next(this.weights_of[int(version)]).result(timeout=BOUND).version
+        pulled = this.pull_next(this.weights_of[int(version)]).result(timeout=BOUND)
         positions = np.flatnonzero(completion.versions == version)
         answers = this.serve(
             *(
@@ -226,7 +226,7 @@ def prefix_cache(this: Loop) -> dict[str, Any]:
     request = this.engine.llm_engine.engine_core.engine_core.scheduler.requests["through"]
     pull = this.pull_next("tied_b")
     this.engine.let_go()
-    facts["in_flight"] = pull.result(timeout=BOUND).requests_in_flight
+    pull.result(timeout=BOUND)
     (through,) = this.collector.wait_for("through")
     facts["preemptions"] = request.num_preemptions
     facts["after"] = cached("after")
@@ -236,7 +236,7 @@ def prefix_cache(this: Loop) -> dict[str, Any]:
 
 def damaged_weights(this: Loop) -> dict[str, dict[str, Any]]:
     """Each is pulled with a request in flight, and then followed by a whole one."""
-    good = this.pull_next("tied_a").result(timeout=BOUND).version
+    good = this.pull_next("tied_a").result(timeout=BOUND)
     facts = {}
     for name, spoil in DAMAGES.items():
         bad = spoil(this.publish_perturbed(name, 200))
@@ -256,7 +256,7 @@ def damaged_weights(this: Loop) -> dict[str, dict[str, Any]]:
             this.loop.submit([make_request(f"refused-{name}")])
         except GeneratorNotServing as error:
             found["refused"] = str(error)
-        good = this.pull_next("tied_a").result(timeout=BOUND).version
+        good = this.pull_next("tied_a").result(timeout=BOUND)
         found["next"] = good.encode()
         found["served"] = this.serve(make_request(f"served-{name}", new=40, seed=5))[f"served-{name}"]
         facts[name] = found

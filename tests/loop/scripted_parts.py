@@ -169,7 +169,7 @@ class ScriptedRouter:
         await self.script.gate(f"pull {version}")
         await self.until(lambda: not self.one_generator or self.wanted[0] >= version)
         self.serving = version
-        return FleetPull(version=version, reports={}, failures=self.failures)
+        return FleetPull(version=version, serving=(), failures=self.failures)
 
     async def until_unavailable(self) -> str:
         await self.until(lambda: bool(self.unavailable))

@@ -43,7 +43,7 @@ ENDED_BY = {
     "loop/loop.py:save": "the step, whose calls have a bound; a stopped run waits SAVE_SECONDS",
     "loop/recording.py:_write": "a call to the workers with a bound of its own",
     "loop/recording.py:settled": "a call to the workers with a bound of its own, then the disk",
-    "loop/stages.py:_shown": "a call to a worker, which ends with its process",
+    "loop/stages.py:warm_up": "a call to a worker, which ends with its process",
     "environments/rubric.py:score_async": "user code: the pool kills it after `environment.grade_seconds`",
     "environments/rubric.py:score_group_async": "user code: the pool kills it after `environment.grade_seconds`",
     "environments/tools.py:answer": "user code: the pool kills it after `environment.step_seconds`",

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 from algorithm_oracles import rollout
+from plans import plan_of_lengths
 
 from titan_rl.policy import algorithms
 from titan_rl.policy.algorithms.base import AGGREGATIONS, GradedRollout, TrainedTokens
 from titan_rl.policy.losses import Objective
-from titan_rl.policy.packing import plan_packing
 
 LOSSES = sorted(algorithms.catalogue("loss"))
 CREDIT = sorted(algorithms.catalogue("advantages"))
@@ -77,9 +77,7 @@ def moments(step: Rows) -> dict[str, float]:
 
 
 def plan_of(step: Rows, ranks: int = 1, budget: int = 1000):
-    lengths = [len(sample) for sample in step]
-    groups = [number // 4 for number in range(len(step))]
-    return plan_packing(lengths, groups, ranks=ranks, tokens_per_microbatch=budget, trained_tokens=sum(lengths))
+    return plan_of_lengths([len(sample) for sample in step], group_size=4, ranks=ranks, budget=budget)
 
 
 def objective_of(name: str, **kwargs: Any) -> Objective:

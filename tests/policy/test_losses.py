@@ -89,11 +89,8 @@ def test_the_loss_is_a_sum_and_entropy_lowers_it():
     ("config", "word"),
     [
         (LossConfig(name="grp"), "grpo"),
-        (LossConfig(kwargs={"clip": 0.2}), "clip"),
         (LossConfig(kwargs={"aggregation": "mean"}), "sample_mean"),
         (LossConfig(kwargs={"sequence_low": 2.0, "sequence_high": 1.0}), "sequence_low"),
-        (LossConfig(name="decoupled_ppo", kwargs={"cap": 2.0}), "cap"),
-        (LossConfig(name="reinforce", kwargs={"clip_low": 0.2}), "clip_low"),
     ],
 )
 def test_a_loss_that_cannot_be_built_is_a_config_error(config, word):

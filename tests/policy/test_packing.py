@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plans import plan_of_lengths
 
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import TrainingError
-from titan_rl.policy import packing
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.types import TrainingSample
 
@@ -23,13 +23,9 @@ lengths_of_samples = st.lists(st.integers(1, BUDGET), max_size=60)
 numbers_of_ranks = st.integers(1, 6)
 
 
-def plan_packing(lengths, *, group_size=3, **kwargs):
-    return packing.plan_packing(lengths, [index // group_size for index in range(len(lengths))], **kwargs)
-
-
 @given(lengths_of_samples, numbers_of_ranks, st.integers(1, 20))
 def test_a_plan_keeps_its_promises(lengths, ranks, group_size):
-    plan = plan_packing(lengths, group_size=group_size, ranks=ranks, tokens_per_microbatch=BUDGET)
+    plan = plan_of_lengths(lengths, group_size=group_size, ranks=ranks, budget=BUDGET)
     assert len(plan.microbatches) == ranks
     assert {len(rank) for rank in plan.microbatches} == {plan.rounds}
     if lengths:
@@ -47,7 +43,7 @@ def test_a_plan_keeps_its_promises(lengths, ranks, group_size):
 
 @given(lengths_of_samples, st.integers(1, 20))
 def test_groups_cost_no_microbatch_more_than_first_fit_decreasing(lengths, group_size):
-    plan = plan_packing(lengths, group_size=group_size, ranks=1, tokens_per_microbatch=BUDGET)
+    plan = plan_of_lengths(lengths, group_size=group_size, ranks=1, budget=BUDGET)
     room: list[int] = []
     for length in sorted(lengths, reverse=True):
         fits = next((number for number, free in enumerate(room) if length <= free), None)
@@ -59,36 +55,36 @@ def test_groups_cost_no_microbatch_more_than_first_fit_decreasing(lengths, group
 
 
 def test_a_group_is_divided_only_where_ranks_would_wait_or_the_budget_asks_for_it():
-    whole = plan_packing([5] * 12, ranks=2, tokens_per_microbatch=BUDGET)
+    whole = plan_of_lengths([5] * 12, ranks=2, budget=BUDGET)
     assert whole.microbatches == (((0, 1, 2, 6, 7, 8),), ((3, 4, 5, 9, 10, 11),))
-    between_ranks = plan_packing([5] * 3, ranks=2, tokens_per_microbatch=BUDGET)
+    between_ranks = plan_of_lengths([5] * 3, ranks=2, budget=BUDGET)
     assert between_ranks.microbatches == (((0, 1),), ((2,),))
-    between_rounds = plan_packing([20] * 6, ranks=1, tokens_per_microbatch=BUDGET)
+    between_rounds = plan_of_lengths([20] * 6, ranks=1, budget=BUDGET)
     assert between_rounds.microbatches == (((0, 1), (2, 3), (4, 5)),)
 
 
 def test_imbalance_counts_the_waiting():
-    assert plan_packing([10, 10], ranks=2, tokens_per_microbatch=BUDGET).imbalance == 1
-    assert plan_packing([10], ranks=2, tokens_per_microbatch=BUDGET).imbalance == 2
-    assert plan_packing([30, 10], ranks=2, tokens_per_microbatch=BUDGET).imbalance == 1.5
+    assert plan_of_lengths([10, 10], ranks=2, budget=BUDGET).imbalance == 1
+    assert plan_of_lengths([10], ranks=2, budget=BUDGET).imbalance == 2
+    assert plan_of_lengths([30, 10], ranks=2, budget=BUDGET).imbalance == 1.5
 
 
 @pytest.mark.parametrize("length", [51, 0])
 def test_a_sample_over_the_budget_or_without_tokens_is_named(length):
     with pytest.raises(TrainingError, match=f"sample 1 has {length} tokens"):
-        plan_packing([3, length], ranks=1, tokens_per_microbatch=BUDGET)
+        plan_of_lengths([3, length], ranks=1, budget=BUDGET)
 
 
 @given(lengths_of_samples, numbers_of_ranks)
 def test_a_share_is_a_ranks_part_of_the_plan_with_positions_of_its_own(lengths, ranks):
-    plan = plan_packing(lengths, ranks=ranks, tokens_per_microbatch=BUDGET, trained_tokens=7)
+    plan = plan_of_lengths(lengths, ranks=ranks, budget=BUDGET)
     for rank in range(ranks):
         positions, share = plan.share(rank)
         own = tuple(tuple(positions[index] for index in microbatch) for microbatch in share.microbatches[rank])
         assert own == plan.microbatches[rank]
         assert not any(any(share.microbatches[other]) for other in range(ranks) if other != rank)
         assert (share.rounds, share.imbalance, share.share_of) == (plan.rounds, plan.imbalance, rank)
-        totals = (len(lengths), sum(lengths), max(lengths, default=0), 7)
+        totals = (len(lengths), sum(lengths), max(lengths, default=0), sum(lengths))
         assert (share.samples, share.tokens, share.longest, share.trained_tokens) == totals
 
 

@@ -110,12 +110,6 @@ def test_a_large_state_on_a_device_is_not_copied_in_every_step(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ranks_on_other_hosts_take_no_room_here(tmp_path: Path) -> None:
-    copies = StateCopies(owner_pid=4242, rank=0, ranks=10**9, here=1, directory=tmp_path)
-    copies.write(V0, state(0.0))
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 class Death(BaseException):
     """What a SIGKILL is to those who look at the files afterwards."""
 

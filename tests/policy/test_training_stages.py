@@ -260,12 +260,12 @@ def test_the_warm_up_is_adamw_on_the_cross_entropy_of_the_responses(results, pat
     ranks = results["warm-up", *layout]
     model = transformer(paths["start"])
     batch = demonstrations()
-    adamw = torch.optim.AdamW(model.parameters(), lr=1.0, betas=WARMUP.betas, weight_decay=0.0)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1.0, betas=OptimizerConfig().betas, weight_decay=0.0)
     for number, step in enumerate(ranks[0]["steps"]):
         loss = -sum(trained_logprobs(model, sample, 1.0).sum() for sample in batch.samples) / batch.trained_tokens
         adamw.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), WARMUP.max_grad_norm).item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OptimizerConfig().max_grad_norm).item()
         assert (step["loss"], step["grad_norm"]) == pytest.approx((loss.item(), norm), rel=1e-3), number
         adamw.param_groups[0]["lr"] = step["lr"]
         adamw.step()

@@ -11,12 +11,10 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.saved import saved_and_read
 
-from titan_rl.errors import ConfigError
 from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.scheduling.group import GroupState, Outcome
 from titan_rl.scheduling.group_buffer import GroupBuffer
@@ -172,8 +170,3 @@ def test_a_filtered_groups_slot_is_free_when_those_before_it_are_decided() -> No
     run.train()
     run.publish()
     assert [group.group_id for group in run.buffer.waiting()] == [4, 5, 6]
-
-
-def test_a_window_and_logical_time_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="window must be 1, got 3"):
-        StalenessLimits(groups_per_step=1, window=3, deterministic=True)

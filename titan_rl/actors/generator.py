@@ -28,8 +28,8 @@ from titan_rl.metrics.timeline import Pulse
 from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.rpc.requests import RequestServer
-from titan_rl.types import Completion, GenerationRequest
-from titan_rl.weights.manifest import Publication, PullReport
+from titan_rl.types import Completion, GenerationRequest, PolicyVersion
+from titan_rl.weights.manifest import Publication
 
 FATAL_EXIT_CODE = 70
 """Exit code of a rank whose generator failed (EX_SOFTWARE)."""
@@ -97,21 +97,21 @@ class Generator(RequestServer):
             self._running().abort(request_ids)
 
     @endpoint
-    async def pull_model_state_dict(self, publication: Publication) -> PullReport:
+    async def pull_model_state_dict(self, publication: Publication) -> PolicyVersion:
         """The weights may be older than those before: groups of an exact version are played again."""
-        report = await self._pulled(publication, lambda: self._running().pull(publication))
-        _log.info("serving %s: %s", report.version, report)
-        return report
+        version = await self._pulled(publication, lambda: self._running().pull(publication))
+        _log.info("serving %s", version)
+        return version
 
     @endpoint
     async def sleep(self) -> int:
         return await self._outcome(self._running().sleep())
 
     @endpoint
-    async def wake_up(self, publication: Publication) -> PullReport:
-        report = await self._pulled(publication, lambda: self._running().wake_up(publication))
-        _log.info("awake, serving %s: %s", report.version, report)
-        return report
+    async def wake_up(self, publication: Publication) -> PolicyVersion:
+        version = await self._pulled(publication, lambda: self._running().wake_up(publication))
+        _log.info("awake, serving %s", version)
+        return version
 
     @endpoint
     async def set_peers(self, relay: Any) -> None:
@@ -136,10 +136,9 @@ class Generator(RequestServer):
             await self._outcome(self._loop.close())
         self.fail_all(GeneratorFailed(f"{self._name} was closed"))
 
-    async def _pulled(self, publication: Publication, pull: Callable[[], Future[PullReport]]) -> PullReport:
+    async def _pulled(self, publication: Publication, pull: Callable[[], Future[PolicyVersion]]) -> PolicyVersion:
         """Bring the weights to this host while the engine goes on, then pull them."""
         self._running()
-        asked_at = time.monotonic()
         if (relay := self._relay) is not None:
             again = publication == self._refused
             try:
@@ -148,13 +147,11 @@ class Generator(RequestServer):
                 )
             except ActorGone as gone:  # which a caller would take for the end of this generator
                 raise WeightsError(f"{publication} did not come: {gone}") from gone
-        seconds = time.monotonic() - asked_at
         try:
-            report = await self._outcome(pull())
+            return await self._outcome(pull())
         except WeightsError:
             self._refused = publication
             raise
-        return replace(report, seconds_waited=seconds + report.seconds_waited)
 
     def _running(self) -> EngineLoop:
         if self._failure is not None:

@@ -27,7 +27,7 @@ from titan_rl.routing.strategies import build_strategy
 from titan_rl.rpc.connection import endpoint
 from titan_rl.rpc.requests import Failures, Packed, RequestServer, is_gone
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.manifest import FleetPull, Publication, PullReport
+from titan_rl.weights.manifest import FleetPull, Publication
 
 _log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class GeneratorRouter(RequestServer):
             raise GeneratorFailed(f"{name} did not fall asleep: {error}") from error
 
     @endpoint
-    async def wake_up(self, name: str) -> PullReport:
+    async def wake_up(self, name: str) -> PolicyVersion:
         return await self._sync.wake_up(name)
 
     # Generators.

@@ -13,7 +13,7 @@ from titan_rl.routing.health import GeneratorStatus
 from titan_rl.rpc.connection import RemoteMethod
 from titan_rl.rpc.requests import Failures, Packed, RequestClient
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.manifest import FleetPull, Publication, PullReport
+from titan_rl.weights.manifest import FleetPull, Publication
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -142,7 +142,7 @@ class RouterClient(RequestClient):
             return await self.connection.call(None, endpoint, self._wanted, version or newest)
 
         outcome = await self.retry_on_replacement(pull)
-        if not outcome.reports:
+        if not outcome.serving:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in outcome.failures.items())
             raise WeightsError(f"{outcome.version} is served by nobody: {reasons}")
         return outcome
@@ -155,7 +155,7 @@ class RouterClient(RequestClient):
         """Take a generator out of service; its requests continue elsewhere. Returns the bytes it freed."""
         return await self._call(None, GeneratorRouter.sleep, generator)
 
-    async def wake_up(self, generator: str) -> PullReport:
+    async def wake_up(self, generator: str) -> PolicyVersion:
         """Bring it back with the newest weights, which are verified."""
         return await self._call(None, GeneratorRouter.wake_up, generator)
 

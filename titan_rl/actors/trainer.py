@@ -151,8 +151,8 @@ class PolicyTrainer(ConnectedActor):
         )
         self._updater.incarnation = incarnation
         if config.checkpoint.in_memory:
-            here = self._hosts.count(os.environ[HOST]) if self._hosts else 0
-            self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=ranks, here=here)
+            here = self._hosts.count(os.environ[HOST]) if self._hosts else ranks
+            self._copies = StateCopies(owner_pid=owner_pid(), rank=self._rank, ranks=here)
         group, max_live = dist.group.WORLD if ranks > 1 else None, config.weights_settings().max_live
         self._publisher = SharedMemoryPublisher(
             channel=CHANNEL, rank=self._rank, group=group, max_live=max_live, hosts=self._hosts

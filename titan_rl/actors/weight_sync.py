@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from titan_rl.actors.generator import Generator
@@ -24,7 +23,7 @@ from titan_rl.routing.health import Fleet, GeneratorStatus, Phase
 from titan_rl.routing.version_plan import VersionPlan
 from titan_rl.rpc.requests import Failures, Packed, RequestClient, is_gone
 from titan_rl.types import Completion, Piece, PolicyVersion
-from titan_rl.weights.manifest import FleetPull, Publication, PullReport
+from titan_rl.weights.manifest import FleetPull, Publication
 
 ENDLESS_PULLS = 5
 """A pull that has taken so many times `router.pull_seconds` will not end: a rank of the generator is stuck in it."""
@@ -55,7 +54,7 @@ class RoutedGenerator(RequestClient):
         super().__init__(rank0, name=name)
         self._router = router
         self.status = GeneratorStatus(name)
-        self.outcome: PullReport | TitanError | None = None  # of its last pull
+        self.outcome: PolicyVersion | TitanError | None = None  # of its last pull
         self.sync: asyncio.Task[None] | None = None  # the last one
         self.idle = asyncio.Event()  # set whenever it has answered all it had; whoever waits for that clears it
 
@@ -99,16 +98,16 @@ class WeightSync:
     def report(self, version: PolicyVersion) -> FleetPull:
         """Who serves the version, and why others serve nothing."""
         version = self._counted(version)
-        reports, failures = {}, {}
+        serving, failures = [], {}
         for health in self._fleet:
             name = health.name
             if not health.phase.serves:
                 failures[name] = health.reason or f"it is {health.phase}"
-            elif isinstance(outcome := self._generators[name].outcome, PullReport) and outcome.version == version:
-                reports[name] = outcome
-        return FleetPull(version=version, reports=reports, failures=failures)
+            elif self._generators[name].outcome == version:
+                serving.append(name)
+        return FleetPull(version=version, serving=tuple(serving), failures=failures)
 
-    async def wake_up(self, name: str) -> PullReport:
+    async def wake_up(self, name: str) -> PolicyVersion:
         """Let a sleeping generator pull and serve again. Raises the error of its pull; GeneratorNotServing: it is not
         asleep, or no weights were published yet."""
         if not self.plan.wanted:
@@ -139,7 +138,6 @@ class WeightSync:
     async def _change(self, generator: RoutedGenerator) -> None:
         """Change the weights of one generator: drain it, pull, let it serve again. Cancelled when it dies."""
         loop = asyncio.get_running_loop()
-        started = loop.time()
         name, health = generator.name, self._fleet[generator.name]
         drain, pull = self._config.drain_seconds, self._config.pull_seconds
         # The drain counts too, because a stopped process never finishes it.
@@ -152,17 +150,16 @@ class WeightSync:
             late.cancel()
             late = loop.call_later(pull, self._router.run, self._mark_late, generator)
             publication = self._publications[self.plan.pulling(name)]
-            waited = loop.time() - started
             call = generator.connection.call
             if health.version is None:
                 await call(None, Generator.client_lost, None)  # a router before this one may have left requests there
             with activity("pull", generator=name, version=publication.version):
                 if health.must_wake:
-                    report = await call(None, Generator.wake_up, publication)
+                    version = await call(None, Generator.wake_up, publication)
                 else:
-                    report = await call(None, Generator.pull_model_state_dict, publication)
-            self.plan.verified(name, report.version)
-            generator.outcome = replace(report, seconds_waited=waited + report.seconds_waited)
+                    version = await call(None, Generator.pull_model_state_dict, publication)
+            self.plan.verified(name, version)
+            generator.outcome = version
         except Exception as why:  # whatever fails here concerns this generator only
             error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
             _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)

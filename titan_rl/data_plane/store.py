@@ -17,7 +17,6 @@ A sample is flat bytes, little-endian; its numbers travel in its reference. The 
   then verifies the copy. The samples belong to the caller and do not change when the stored ones are released.
 """
 
-import contextlib
 import itertools
 import os
 import shutil
@@ -36,7 +35,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_siz
 from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.support import Supports
 from titan_rl.types import TrainingSample
-from titan_rl.weights.segment_files import DIRECTORY, check_channel, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, segment_path
 
 _ARRAYS = (
     ("token_ids", np.dtype("<i4")),
@@ -49,17 +48,11 @@ _ARRAYS = (
 
 
 def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
-    """The bytes of these samples one after the other, and the checksum of each. Raises ValueError, which names the
-    sample, for an array of another dtype than `TrainingSample` says."""
+    """The bytes of these samples one after the other, and the checksum of each."""
     parts: list[bytes | memoryview] = []
     sizes = []
     for sample in samples:
-        arrays = [np.ascontiguousarray(getattr(sample, name)) for name, _ in _ARRAYS]
-        for array, (name, dtype) in zip(arrays, _ARRAYS, strict=True):
-            if array.dtype != dtype:
-                raise ValueError(
-                    f"group {sample.group_id} sample {sample.sample}: {name} is {array.dtype}, not {dtype}"
-                )
+        arrays = [np.ascontiguousarray(getattr(sample, name), dtype) for name, dtype in _ARRAYS]
         if sample.supports is not None:
             arrays[-1:-1] = sample.supports.sizes, sample.supports.values
         sizes.append(encoded_size(len(sample.token_ids), sample.support_bytes))
@@ -125,7 +118,7 @@ class SampleStore:
         self._files = 0
         self._next_id = 0
         self._closed = False
-        self._directory, self._owner_pid, self._channel = directory, owner_pid, check_channel(channel_of(name))
+        self._directory, self._owner_pid, self._channel = directory, owner_pid, channel_of(name)
 
     def put(self, samples: Sequence[TrainingSample]) -> tuple[SampleRef, ...]:
         """Store copies of these samples. The caller owns them and has to release them.
@@ -135,7 +128,6 @@ class SampleStore:
             SharedMemoryFull: nor does what the host has left.
             InvariantError: the store is closed.
             ConfigError: a store of this name and owner exists or existed.
-            ValueError: a sample's array has another dtype than its type says.
         """
         content, checksums = encode(samples)
         path, first = self._reserve(len(samples), len(content))
@@ -172,7 +164,7 @@ class SampleStore:
                 self._in_file[ref.location] -= 1
                 if not self._in_file[ref.location]:
                     del self._in_file[ref.location]
-                    _remove(ref.location)
+                    Path(ref.location).unlink(missing_ok=True)
 
     def read(self, ids: Sequence[int]) -> np.ndarray:
         """The bytes of these samples, one after the other: [bytes] uint8, a copy."""
@@ -200,7 +192,7 @@ class SampleStore:
         with self._lock:
             self._closed = True
             for path in self._in_file:
-                _remove(path)
+                Path(path).unlink(missing_ok=True)
             self._held.clear()
             self._in_file.clear()
         return report
@@ -310,29 +302,19 @@ def prefetched(
 
 def _write(path: str, content: bytes) -> None:
     """A new file with this content, or none."""
-    nbytes, rest = len(content), memoryview(content)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        finally:
-            os.close(descriptor)
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(content)
     except FileExistsError as error:
         raise ConfigError(f"{path} exists: two sample stores have one name") from error
     except OSError as error:
-        _remove(path)
+        Path(path).unlink(missing_ok=True)
         directory = Path(path).parent
         free = shutil.disk_usage(directory).free
         raise SharedMemoryFull(
-            f"{nbytes} bytes for samples do not fit in {directory}, where {free} bytes are free ({error.strerror}); "
-            f"make it larger (containers: --shm-size) or keep fewer samples"
+            f"{len(content)} bytes for samples do not fit in {directory}, where {free} bytes are free "
+            f"({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
         ) from error
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
 
 
 def _read(first: SampleRef, buffer: memoryview) -> None:

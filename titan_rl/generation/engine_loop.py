@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +28,8 @@ from titan_rl.generation.engine import Engine
 from titan_rl.generation.lockstep import Lockstep, Outcome
 from titan_rl.importing import import_name
 from titan_rl.metrics.timeline import timeline
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, sampled_arrays
-from titan_rl.weights.manifest import Publication, PullReport
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion, sampled_arrays
+from titan_rl.weights.manifest import Publication
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 """Followers wait in one collective for as long as rank 0 takes for a decision (a burst of steps, a pull) or, when idle,
@@ -48,7 +47,6 @@ class _Call(NamedTuple):
     """A pull, wake-up or sleep that waits for its outcome. The engine thread resolves the future exactly once."""
 
     sleeps: bool
-    called_at: float
     future: Future[Any]
 
 
@@ -169,10 +167,10 @@ class EngineLoop:
         if completions:
             self._on_completions(completions)
 
-    def pull(self, publication: Publication) -> Future[PullReport]:
+    def pull(self, publication: Publication) -> Future[PolicyVersion]:
         """Load, verify and serve a publication between two decisions; requests in flight go on under it.
 
-        Of several pulls that wait only the last is loaded, and all their futures resolve with it. The future
+        Of several pulls that wait only the last is loaded, and all their futures resolve with its version. The future
         fails with WeightsError when the pull does: then requests in flight come back aborted with their tokens so
         far, and requests are refused until a pull succeeds. Raises at once what `DecisionMaker.pull` raises; so do
         `sleep` and `wake_up`.
@@ -184,7 +182,7 @@ class EngineLoop:
         All requests in flight come back aborted with their tokens so far."""
         return self._ask(self._inbox.sleep, sleeps=True)
 
-    def wake_up(self, publication: Publication) -> Future[PullReport]:
+    def wake_up(self, publication: Publication) -> Future[PolicyVersion]:
         """Allocate the memory again and serve a publication, with the same checks as `pull`."""
         return self._ask(lambda: self._inbox.wake(publication))
 
@@ -209,7 +207,7 @@ class EngineLoop:
         with self._changed:
             self._leading_engine()
             change()
-            call = _Call(sleeps, time.monotonic(), _promise())
+            call = _Call(sleeps, _promise())
             self._waiting.append(call)
             self._changed.notify()
             return call.future
@@ -245,17 +243,17 @@ class EngineLoop:
             if own is None:
                 timeline.doing("wait", "rank 0")
             decision: LoopDecision = lockstep.ranks.broadcast(own)
-            action, decided_at = decision.action, time.monotonic()
+            action = decision.action
             with self._changed:
                 self._progress += 1
                 has_bound = action not in (LoopAction.STEP, LoopAction.IDLE)
-                self._patient_until = math.inf if has_bound else decided_at + self._patience
+                self._patient_until = math.inf if has_bound else time.monotonic() + self._patience
             outcome = lockstep.apply(decision)
             if action is LoopAction.STEP:
                 self._patience = 0.0
             if self._rank == 0:
                 timeline.doing("settle")
-                self._settle(decision, outcome, decided_at)
+                self._settle(decision, outcome)
 
     def _next_decision(self, lockstep: Lockstep) -> LoopDecision:
         """Wait for work, at most for a heartbeat, and take the next decision and its waiting futures."""
@@ -273,14 +271,15 @@ class EngineLoop:
                 self._applying, self._waiting = self._waiting, []
             return decision
 
-    def _settle(self, decision: LoopDecision, outcome: Outcome, decided_at: float) -> None:
+    def _settle(self, decision: LoopDecision, outcome: Outcome) -> None:
         """Pass on the results of a decision: to the inbox, the callbacks and the waiting futures."""
-        completions, pull, error = outcome.completions, outcome.pull, outcome.pull_error
+        completions, error = outcome.completions, outcome.pull_error
+        pulled = None if decision.publication is None else decision.publication.version
         with self._changed:
             if error is not None:
                 self._inbox.failed(str(error))
-            elif pull is not None:
-                self._inbox.verified(pull.version)
+            elif pulled is not None:
+                self._inbox.verified(pulled)
             for completion in completions:
                 self._inbox.finished(completion.request_id)
                 seconds = time.monotonic() - self._submitted_at.pop(completion.request_id)
@@ -294,17 +293,17 @@ class EngineLoop:
                 time.sleep(HANDOVER_SECONDS)
         if completions:
             self._on_completions(completions)
-        for sleeps, called_at, future in self._applying:
+        for sleeps, future in self._applying:
             if decision.action is LoopAction.CLOSE:
                 future.set_exception(GeneratorFailed("the generator was closed"))
             elif sleeps:
                 future.set_result(outcome.freed_bytes)
-            elif pull is None:
+            elif pulled is None:
                 future.set_exception(GeneratorNotServing("asleep"))
             elif error is not None:
                 future.set_exception(error)
             else:
-                future.set_result(replace(pull, seconds_waited=max(0.0, decided_at - called_at)))
+                future.set_result(pulled)
 
     def _die(self, error: BaseException) -> None:
         """Fail all outstanding calls. Later calls fail by themselves."""

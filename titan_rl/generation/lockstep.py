@@ -8,7 +8,6 @@ rank waits in a collective for one that gave up.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
@@ -21,7 +20,7 @@ from titan_rl.generation.decisions import LoopAction, LoopDecision
 from titan_rl.generation.engine import Engine
 from titan_rl.metrics.timeline import timeline
 from titan_rl.types import Completion, Piece
-from titan_rl.weights.manifest import Publication, PullReport
+from titan_rl.weights.manifest import Publication
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +37,8 @@ class Outcome:
     completions: list[Completion] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     """On rank 0: new pieces of running streamed requests."""
-    pull: PullReport | None = None
-    """How a pull went on this rank, `seconds_waited` aside."""
     pull_error: WeightsError | None = None
-    """Any rank failed: nothing may be served."""
+    """Any rank failed to load or verify the publication: nothing may be served."""
     freed_bytes: int = 0
 
 
@@ -134,28 +131,17 @@ class Lockstep:
         assert publication is not None
         engine = self.engine
         timeline.doing("pull")
-        in_flight = len(engine.running())
-        started = copied = time.monotonic()
         fingerprint, error = None, None
         what = f"{publication.channel} {publication.version} cannot be served"
         try:
             self.ranks.together(what, lambda: self._load(publication))
-            copied = time.monotonic()
             timeline.doing("verify")
             fingerprint = self.ranks.together(what, lambda: self._verify(publication, engine))
         except WeightsError as failure:
             error = failure
-        report = PullReport(
-            version=publication.version,
-            seconds_waited=0.0,
-            seconds_copied=copied - started,
-            seconds_verifying=time.monotonic() - copied,
-            bytes=publication.manifest.nbytes,
-            requests_in_flight=in_flight,
-        )
         self._hash.update(f"loaded|{publication.version}|{fingerprint}|".encode())  # None: it failed
         completions = engine.abort(engine.running()) if error else []
-        return Outcome(completions=completions, pull=report, pull_error=error)
+        return Outcome(completions=completions, pull_error=error)
 
     def _load(self, publication: Publication) -> None:
         # Read after the engine has drained: where reading fails on one rank, all have taken the same steps.

@@ -13,6 +13,7 @@
 - Older checkpoints are removed only after a newer one has its name.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -28,7 +29,6 @@ FORMAT = 4
 CHECKPOINTS = "checkpoints"
 MANIFEST = "manifest.json"
 _PREFIX = "step-"
-_CHUNK = 1 << 24
 
 
 class Checkpoint(NamedTuple):
@@ -134,11 +134,8 @@ def remove_drafts(run: Path) -> None:
 def _checksum(file: Path) -> str:
     import xxhash  # here, because the command line starts without it
 
-    total = xxhash.xxh3_128()
     with open(file, "rb", buffering=0) as content:
-        while chunk := content.read(_CHUNK):
-            total.update(chunk)
-    return total.hexdigest()
+        return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
 
 
 def _synced(file: Path) -> dict[str, Any]:

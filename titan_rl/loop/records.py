@@ -105,7 +105,7 @@ class StepRecords:
         """Say once for every reason why a generator does not serve."""
         for name in system.generators():
             failure = pull.failures.get(name, "")
-            if failure or name in pull.reports:
+            if failure or name in pull.serving:
                 self._display.mesh(name, failure or f"serving {pull.version}")
             if failure not in ("", self._pull_failures.get(name)):
                 self._display.print_line(f"{name} does not serve {pull.version}: {failure}")

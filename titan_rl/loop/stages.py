@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import ConfigError, SamplesLost, TaskError
+from titan_rl.errors import SamplesLost, TaskError
 from titan_rl.importing import import_name
 from titan_rl.loop.recording import choose_evaluated
 from titan_rl.loop.system import System, group_request
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
     from titan_rl.metrics.activity import Activities
     from titan_rl.view.display import RunDisplay
 
-_log = logging.getLogger(__name__)
-
 
 async def warm_up(system: System, display: RunDisplay, activity: Activities) -> None:
     """Train `trainer.warmup.steps` supervised steps; does nothing if that is 0. Raises TaskError: a demonstration
@@ -42,63 +38,50 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
     config, losses = system.config.trainer.warmup, list[float]()
     if not (steps := config.steps):
         return
-    ahead = _demonstrate(system, 0)
-    owned: SampleBatch | None = None  # samples of the current step
+    ahead = asyncio.create_task(_demonstrations(system, 0))
+    samples: SampleBatch | None = None
     try:
         for step in range(steps):
             with activity("warm_up", step=f"{step + 1} of {steps}"):
-                owned = await _shown(ahead)
+                samples = await ahead
                 if step + 1 < steps:
-                    ahead = _demonstrate(system, step + 1)
-                for attempt in itertools.count(1):
-                    try:
-                        metrics = await system.trainer.warm_up_step(owned)
-                        break
-                    except SamplesLost:
-                        if attempt == MAX_ATTEMPTS:
-                            raise
-                        lost, owned = owned, None
-                        await system.rollouts.release(lost)
-                        owned = await _shown(_demonstrate(system, step, attempt))
-                await system.rollouts.release(owned)
-                owned = None
-            losses.append(metrics["loss"])
+                    ahead = asyncio.create_task(_demonstrations(system, step + 1))
+                losses.append(await _train(system, step, samples))
             over = warm_up_is_over(losses, enough=config.enough_loss, flat=config.flat_steps)
             if over and step + 1 < steps:
                 display.print_line(f"warm-up step {step + 1}/{steps}  loss {losses[-1]:.4f}: {over}")
-                await _give_up(system, None, ahead)
                 return
             if (step + 1) % max(1, steps // 5) == 0:
                 display.print_line(f"warm-up step {step + 1}/{steps}  loss {losses[-1]:.4f}")
-    except Exception:
-        await _give_up(system, owned, ahead)
-        raise
     finally:
-        ahead.cancel()
+        ahead.cancel()  # `RolloutWorkers` releases those that are still being made
+        (left,) = await asyncio.gather(ahead, return_exceptions=True)
+        if isinstance(left, SampleBatch) and left is not samples:
+            await system.rollouts.release(left)
 
 
-def _demonstrate(system: System, step: int, attempt: int = 0) -> asyncio.Task[GroupReport]:
+async def _demonstrations(system: System, step: int, attempt: int = 0) -> SampleBatch:
     request = group_request(system.config, Purpose.DEMONSTRATE, step, samples=system.config.trainer.warmup.batch)
-    return asyncio.create_task(system.rollouts.play(dataclasses.replace(request, attempt=attempt)))
-
-
-async def _shown(demonstrations: asyncio.Task[GroupReport]) -> SampleBatch:
-    report = await demonstrations
+    report = await system.rollouts.play(dataclasses.replace(request, attempt=attempt))
     if report.first_error:
+        await system.rollouts.release(report.samples)
         raise TaskError(f"no demonstrations: {report.first_error}")
     return report.samples
 
 
-async def _give_up(system: System, owned: SampleBatch | None, ahead: asyncio.Task[GroupReport]) -> None:
-    """Release demonstrations that will not be trained. `RolloutWorkers` releases those that are still being made."""
-    ahead.cancel()
-    (outcome,) = await asyncio.gather(ahead, return_exceptions=True)
-    left = [] if owned is None else [owned]
-    if isinstance(outcome, GroupReport) and outcome.samples is not owned:
-        left.append(outcome.samples)
-    for error in await asyncio.gather(*map(system.rollouts.release, left), return_exceptions=True):
-        if isinstance(error, Exception):  # only logged: the error that ended the warm-up says more
-            _log.warning("demonstrations were not released: %s", error)
+async def _train(system: System, step: int, samples: SampleBatch) -> float:
+    """The loss of a step on these samples, which are released, or on the same ones made again where some are lost."""
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return (await system.trainer.warm_up_step(samples))["loss"]
+        except SamplesLost:
+            if attempt == MAX_ATTEMPTS:
+                raise
+        finally:
+            await system.rollouts.release(samples)
+        samples = await _demonstrations(system, step, attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +138,6 @@ def make_filter(name: str) -> GroupFilter:
     if not name:
         return lambda report: ""
     found = import_name(name, FILTERS)
-    if not callable(found):
-        raise ConfigError(f"loop.filter {name!r} is not a function")
 
     def guarded(report: GroupReport) -> str:
         try:

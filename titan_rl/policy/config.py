@@ -149,11 +149,7 @@ class WarmupConfig:
     lr: Positive = 3e-3
     """Of AdamW, at its peak. The optimizer's state is thrown away when RL begins."""
     lr_warmup_steps: int = 20
-    """Steps over which lr rises linearly; after them it falls linearly to `min_lr_factor` at the last step."""
-    min_lr_factor: Share = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: NotNegative = 1.0
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    """Steps over which lr rises linearly; after them it falls linearly to a tenth at the last step."""
 
     def __post_init__(self) -> None:
         if self.steps and not 0 <= self.lr_warmup_steps <= self.steps:

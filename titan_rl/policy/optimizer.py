@@ -41,22 +41,17 @@ class PolicyOptimizer:
             kl: nats between the policy and those that sampled this step (`OptimizerConfig.kl_band`).
             last: of its batch; the schedule counts batches.
         """
-        scale = self._kl_band / kl if 0 < self._kl_band < kl else 1.0
-        rates = [group["lr"] for group in self._groups()]
-        for group in self._groups():
-            group["lr"] *= scale
-        lr = float(self._schedulers.schedulers[0].get_last_lr()[0]) * scale
+        schedule = self._schedulers.schedulers[0]
+        lr = float(schedule.get_last_lr()[0]) * (self._kl_band / kl if 0 < self._kl_band < kl else 1.0)
+        for optimizer in self._optimizers.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr  # that of a loaded state may be of a shorter schedule
         self._optimizers.step()
-        for group, rate in zip(self._groups(), rates, strict=True):
-            group["lr"] = rate
         self.discard_gradients()
         # torchtitan's schedule is not defined past its end; a longer run keeps the last rate.
-        if last and self._schedulers.schedulers[0].last_epoch < self._total_steps - 1:
+        if last and schedule.last_epoch < self._total_steps - 1:
             self._schedulers.step()
         return lr
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self._optimizers.optimizers for group in optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state by the names of the parameters; the live one, made if there was none."""
@@ -94,9 +89,6 @@ class PolicyOptimizer:
     def set_step(self, step: int) -> None:
         """Set the schedule to where it is after so many steps."""
         self._schedulers.load_state_dict({"last_epoch": min(step, self._total_steps - 1)})
-        for scheduler in self._schedulers.schedulers:  # the stored rate is of a schedule that may have been shorter
-            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
 
     def discard_gradients(self) -> None:
         self._optimizers.zero_grad()
@@ -106,10 +98,8 @@ def warm_up_optimizer(config: WarmupConfig, module: nn.Module) -> PolicyOptimize
     """A second optimizer over the same weights, whose moments and schedule end with the warm-up."""
     rates = OptimizerConfig(
         lr=config.lr,
-        betas=config.betas,
-        max_grad_norm=config.max_grad_norm,
         warmup_steps=config.lr_warmup_steps,
         decay_ratio=(config.steps - config.lr_warmup_steps) / config.steps,
-        min_lr_factor=config.min_lr_factor,
+        min_lr_factor=0.1,
     )
     return PolicyOptimizer(rates, module, config.steps)

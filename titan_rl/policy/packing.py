@@ -50,8 +50,8 @@ class PackingPlan:
     """Tokens of the longest sample."""
     trained_tokens: int
     """Of the whole batch, as all numbers here: a rank needs them and has only its own samples."""
-    advantage_mean: float = 0.0
-    advantage_std: float = 1.0
+    advantage_mean: float
+    advantage_std: float
     """Over trained tokens, each with its sample's mean advantage; the deviation is of all, n in its denominator."""
     share_of: int | None = None
     """The data-parallel rank whose share this is; None: the whole batch's plan."""
@@ -71,34 +71,37 @@ class PackingPlan:
 
 
 def plan_step(batch: SampleBatch, config: TrainerConfig) -> PackingPlan:
-    """Which rank computes which sample of a step in which micro-batch of which mini-batch, and the step's numbers."""
-    parts = split_by_group(batch, config.minibatches)
-    plans = [
-        plan_packing(
-            part.lengths,
-            part.group_ids,
-            ranks=config.data_parallel,
-            tokens_per_microbatch=config.max_tokens_per_microbatch,
-            trained_tokens=part.trained_tokens,
-        )
-        for part in (batch.select(positions) for positions in parts)
+    """Which rank computes which sample of a step in which micro-batch of which mini-batch, and the step's numbers.
+
+    The samples of a mini-batch are spread over ranks evenly, then over as few micro-batches as first-fit-decreasing
+    needs, or fewer. Raises TrainingError: a sample is empty or longer than the budget.
+    """
+    lengths, groups, budget = batch.lengths, batch.group_ids, config.max_tokens_per_microbatch
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= budget:
+            raise TrainingError(f"sample {index} has {length} tokens; trainer.max_tokens_per_microbatch is {budget}")
+    ranks: list[list[tuple[int, ...]]] = [[] for _ in range(config.data_parallel)]
+    minibatches = []
+    for part in split_by_group(batch, config.minibatches):
+        shares = _spread(part, lengths, groups, config.data_parallel)
+        bins = [_fewest_bins(share, lengths, groups, budget) for share in shares]
+        rounds = max(1, *map(len, bins))
+        for microbatches, own in zip(ranks, bins, strict=True):
+            microbatches += map(tuple, own + [[]] * (rounds - len(own)))
+        trained_tokens = sum(batch.refs[index].trained_tokens for index in part)
+        minibatches.append(MiniBatch(rounds, len(part), trained_tokens))
+    fullest = [
+        max(sum(lengths[index] for index in microbatch) for microbatch in together)
+        for together in zip(*ranks, strict=True)
     ]
-    tokens = sum(plan.tokens for plan in plans)
     mean, deviation = batch.advantages
     return PackingPlan(
-        microbatches=tuple(
-            tuple(
-                tuple(positions[index] for index in microbatch)
-                for positions, plan in zip(parts, plans, strict=True)
-                for microbatch in plan.microbatches[rank]
-            )
-            for rank in range(config.data_parallel)
-        ),
-        minibatches=tuple(each for plan in plans for each in plan.minibatches),
-        imbalance=sum(plan.imbalance * plan.tokens for plan in plans) / tokens if tokens else 1.0,
+        microbatches=tuple(map(tuple, ranks)),
+        minibatches=tuple(minibatches),
+        imbalance=len(ranks) * sum(fullest) / sum(lengths) if lengths else 1.0,
         samples=len(batch),
-        tokens=tokens,
-        longest=max(plan.longest for plan in plans),
+        tokens=sum(lengths),
+        longest=max(lengths, default=0),
         trained_tokens=batch.trained_tokens,
         advantage_mean=mean,
         advantage_std=deviation,
@@ -119,55 +122,11 @@ def split_by_group(batch: SampleBatch, count: int) -> list[list[int]]:
     ]
 
 
-def plan_packing(
-    lengths: Sequence[int],
-    groups: Sequence[int],
-    *,
-    ranks: int,
-    tokens_per_microbatch: int,
-    trained_tokens: int = 0,
-) -> PackingPlan:
-    """One mini-batch: samples are spread over ranks evenly, then over as few micro-batches as first-fit-decreasing
-    needs, or fewer.
-
-    Args:
-        lengths, groups: of each sample its tokens, at least 1, and its group.
-        ranks: data-parallel ranks.
-
-    Raises:
-        TrainingError: a sample is empty or longer than the budget.
-    """
-    for index, length in enumerate(lengths):
-        if not 1 <= length <= tokens_per_microbatch:
-            raise TrainingError(
-                f"sample {index} has {length} tokens; trainer.max_tokens_per_microbatch is {tokens_per_microbatch}"
-            )
-    shares = _spread(lengths, groups, ranks)
-    bins = [_fewest_bins(share, lengths, groups, tokens_per_microbatch) for share in shares]
-    rounds = max(1, max(len(rank_bins) for rank_bins in bins))
-    tokens = [[sum(lengths[index] for index in bin_) for bin_ in rank_bins] for rank_bins in bins]
-    slots = ranks * sum(
-        max(rank_tokens[number] if number < len(rank_tokens) else 0 for rank_tokens in tokens)
-        for number in range(rounds)
-    )
-    return PackingPlan(
-        microbatches=tuple(
-            tuple(tuple(bin_) for bin_ in rank_bins) + ((),) * (rounds - len(rank_bins)) for rank_bins in bins
-        ),
-        minibatches=(MiniBatch(rounds, len(lengths), trained_tokens),),
-        imbalance=slots / sum(lengths) if lengths else 1.0,
-        samples=len(lengths),
-        tokens=sum(lengths),
-        longest=max(lengths, default=0),
-        trained_tokens=trained_tokens,
-    )
-
-
-def _spread(lengths: Sequence[int], groups: Sequence[int], ranks: int) -> list[list[int]]:
+def _spread(part: Sequence[int], lengths: Sequence[int], groups: Sequence[int], ranks: int) -> list[list[int]]:
     """Each rank's samples, group by group: ranks differ by the longest sample at most."""
     members: dict[int, list[int]] = {}
-    for index, group in enumerate(groups):
-        members.setdefault(group, []).append(index)
+    for index in part:
+        members.setdefault(groups[index], []).append(index)
     tokens = {group: sum(lengths[index] for index in indices) for group, indices in members.items()}
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -175,7 +134,7 @@ def _spread(lengths: Sequence[int], groups: Sequence[int], ranks: int) -> list[l
         rank = loads.index(min(loads))
         shares[rank] += members[group]
         loads[rank] += tokens[group]
-    longest = max(lengths, default=0)
+    longest = max((lengths[index] for index in part), default=0)
     while max(loads) - min(loads) > longest:
         # One sample after the other, so that it is the same group that is divided.
         fullest, emptiest = loads.index(max(loads)), loads.index(min(loads))

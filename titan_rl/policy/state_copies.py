@@ -55,13 +55,12 @@ class StateCopies:
 
     Args:
         owner_pid: process whose death makes the files rubbish (see `segment_files`).
-        ranks: of the trainer; each has as much to copy.
-        here: how many of them are on this host; 0: all.
+        ranks: of the trainer, on this host; each has as much to copy.
     """
 
-    def __init__(self, *, owner_pid: int, rank: int, ranks: int, here: int = 0, directory: Path = DIRECTORY) -> None:
+    def __init__(self, *, owner_pid: int, rank: int, ranks: int, directory: Path = DIRECTORY) -> None:
         self._paths = [segment_path(directory, owner_pid, f"state.{rank}", slot) for slot in range(3)]
-        self._ranks, self._here = ranks, here or ranks
+        self._here = ranks
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
         # slot -> the tensors that were written last, their layout and batches
         self._laid: dict[int, tuple[Sequence[Tensor], str, list[_Batch]]] = {}

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
-from titan_rl.errors import ConfigError, StorageError, TrainingError
+from titan_rl.errors import StorageError, TrainingError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.algorithms.base import TrainedTokens
 from titan_rl.policy.config import TrainerConfig
@@ -87,18 +87,15 @@ class PolicyUpdater:
 
         Args:
             model_path: a Qwen3 checkpoint directory in Hugging Face format.
-            temperature: what the engines sample with; logprobs and entropies are taken at it.
+            temperature: above 0, what the engines sample with; logprobs and entropies are taken at it.
             total_steps: length of the learning-rate schedule; after it lr keeps its last value.
             seed: of the process's random numbers (the bundled losses draw none).
 
         Raises:
             ConfigError: a checkpoint, loss or parallelism that cannot be.
         """
-        if temperature <= 0:
-            raise ConfigError(f"training needs a sampling temperature above 0, got {temperature}")
         self._loss: Objective = build_loss(config.loss)
         shape = read_shape(model_path)
-        shape.check_tensor_parallel("trainer.tensor_parallel", config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
         import_torchtitan(device)
         from titan_rl.policy.models.model import build_policy

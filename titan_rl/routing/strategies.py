@@ -16,6 +16,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Protocol
 
+from titan_rl.bounds import Count, NotNegative
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_name
 from titan_rl.routing.config import RouterConfig
@@ -148,26 +149,20 @@ class StickySession:
     """Keeps a session on its generator, even under load, so that its prefix cache is used.
 
     If the generator pauses (a pull), the session's requests wait for it, at most `sync_wait_seconds`. If it leaves, or
-    the wait is over, `LeastLoaded` chooses a new generator, where the session then stays. At most `max_sessions`
-    sessions without live requests are remembered; the least recently used is dropped first. A session with live
-    requests is never dropped. `LeastLoaded` also chooses for requests without a session.
+    the wait is over, `LeastLoaded` chooses a new generator, where the session then stays. `LeastLoaded` also chooses
+    for requests without a session.
 
     Args:
-        max_sessions: sessions without live requests to remember.
+        max_sessions: to remember; the least recently used is dropped first.
         sync_wait_seconds: how long a request waits for its session's generator to come back; 0: not at all.
     """
 
-    def __init__(self, *, max_sessions: int = 100_000, sync_wait_seconds: float = 5.0) -> None:
-        if max_sessions < 1:
-            raise ConfigError(f"router.strategy_kwargs.max_sessions must be at least 1, got {max_sessions}")
-        if sync_wait_seconds < 0:
-            raise ConfigError(f"router.strategy_kwargs.sync_wait_seconds must be >= 0, got {sync_wait_seconds}")
+    def __init__(self, *, max_sessions: Count = 100_000, sync_wait_seconds: NotNegative = 5.0) -> None:
         self._max_sessions = max_sessions
         self._sync_wait_seconds = sync_wait_seconds
         self._fallback = LeastLoaded()
         self._paused: set[str] = set()
-        self._live: dict[str, _Session] = {}
-        self._idle: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
+        self._homes: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         self._paused.discard(name)
@@ -197,53 +192,27 @@ class StickySession:
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         self._fallback.assigned(request, name, load)
-        session = request.session_id
-        if session is None:
-            return
-        self._idle.pop(session, None)
-        live = self._live.setdefault(session, _Session(name))
-        live.generator = name
-        live.requests += 1
+        if request.session_id is not None:
+            self._homes[request.session_id] = name
+            self._homes.move_to_end(request.session_id)
+            if len(self._homes) > self._max_sessions:
+                self._homes.popitem(last=False)
 
     def released(self, request: GenerationRequest, name: str, load: int) -> None:
         self._fallback.released(request, name, load)
-        session = request.session_id
-        if session is None or session not in self._live:
-            return
-        live = self._live[session]
-        live.requests -= 1
-        if live.requests == 0:
-            del self._live[session]
-            if not live.ended:
-                self._idle[session] = live.generator
-                while len(self._idle) > self._max_sessions:
-                    self._idle.popitem(last=False)
 
     def end_session(self, session_id: str) -> None:
-        self._idle.pop(session_id, None)
-        if session_id in self._live:
-            self._live[session_id].ended = True
+        self._homes.pop(session_id, None)
 
     def generator_of(self, session_id: str) -> str | None:
         """The session's generator, None if it has none."""
-        live = self._live.get(session_id)
-        return live.generator if live is not None else self._idle.get(session_id)
-
-
-@dataclass(slots=True)
-class _Session:
-    generator: str
-    requests: int = 0
-    ended: bool = False
-    """Whether to forget the session when its last live request ends."""
+        return self._homes.get(session_id)
 
 
 def build_strategy(config: RouterConfig) -> RoutingStrategy:
-    """The strategy that `router.strategy` names; raises ConfigError where the name or the arguments are wrong."""
-    try:
-        strategy = import_name(config.strategy, SHORT_NAMES)
-    except ConfigError as error:
-        raise ConfigError(f"router.strategy: {error}") from error
+    """The strategy that `router.strategy` names, whose arguments `run.checks` has compared with it. Raises ConfigError:
+    the name is none, or the class lacks a method."""
+    strategy = import_name(config.strategy, SHORT_NAMES)
     missing = [
         name
         for name in ("serves", "pauses", "leaves", "choose", "assigned", "released", "end_session")
@@ -251,7 +220,4 @@ def build_strategy(config: RouterConfig) -> RoutingStrategy:
     ]
     if missing:
         raise ConfigError(f"router.strategy: {config.strategy!r} lacks {', '.join(missing)}")
-    try:
-        return strategy(**config.strategy_kwargs)
-    except TypeError as error:
-        raise ConfigError(f"router.strategy_kwargs do not fit {config.strategy!r}: {error}") from error
+    return strategy(**config.strategy_kwargs)

@@ -13,17 +13,10 @@ SplitMix64's finalizer, made odd. It holds:
 - **Any other change is missed with a probability of (64 - v) * 2**(v-62) at most**, if it was not made with the keys in
   mind and they are as good as drawn at random. 2**v is the largest power of two that divides all differences of folded
   bits: v is 0 if the lowest bit of a folded element changes (2**-56), and 15 at most (2**-41) unless every float32 that
-  changes flips the same bits in both of its halves (31, 2**-25).
+  changes flips the same bits in both of its halves (31, 2**-25). `README.md` has the proof.
 
-  Proof: take a block with an element whose difference 2**(v+1) does not divide. Its key is 2x + 1, so the block's sum
-  (the block's own key left out) may be any of the numbers that are 2**(v+1) apart, with one probability: 2**w with
-  w > v divides it with 2**(v+1-w). If 2**w is the largest that divides every block's sum, the blocks' keys make these
-  cancel with 2**(w-63) at most, for the same reason. Together: 2**(v-63) for w = v, 2**(v-62) for each w from v+1 to
-  63, and 2**(v-63) for sums that are all 0.
-
-Keys that are linear in the position would not do: element 10 and 20 one up, 12 and 18 one down, and nothing is seen.
-This is no cryptographic hash: who knows the keys can make changes that it does not see. Keys of places stay in the
-first-level cache, and each run in memory, of a row or of a packed matrix's column, takes one other: one pass.
+Keys of places stay in the first-level cache, and each run in memory, of a row or of a packed matrix's column, takes one
+other: one pass.
 """
 
 import functools
@@ -40,7 +33,7 @@ import torch
 from torch import Tensor
 
 from titan_rl.errors import WeightsError
-from titan_rl.weights.manifest import MATRIX, PANELS, Manifest, box_shape
+from titan_rl.weights.manifest import MATRIX, PANELS, Manifest
 
 BLOCK = 1024
 """Elements of a row that share a key. Their places' keys, 8 KiB, must leave most of a first-level cache to the
@@ -80,12 +73,10 @@ def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) 
         data: the box (empty: 0), float32 or bfloat16, on any device, contiguous or not; or panels (`TensorShard.data`).
         global_shape, offset: of the whole tensor, and the box's first element in it.
 
-    Raises:
-        WeightsError: a box that does not lie in the tensor, or another dtype.
+    Raises WeightsError: another dtype.
     """
     if data.dtype not in BITS:
         raise WeightsError(f"no fingerprint of {data.dtype}; served are {', '.join(map(str, BITS))}")
-    check_box(box_shape(data.shape, global_shape), global_shape, offset)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for part in _parts(data.detach().view(BITS[data.dtype]), global_shape, offset) if data.numel() else ():
         total += _SUMS.get(data.device.type, _sum_on_device)(*part)
@@ -100,17 +91,6 @@ def combined_fingerprint(manifest: Manifest) -> int:
     for alias in sorted(manifest.aliases):
         hashed.update(f"{alias}\n".encode())
     return int.from_bytes(hashed.digest(), "little")
-
-
-def check_box(shape: Sequence[int], global_shape: Sequence[int], offset: Sequence[int]) -> None:
-    """Raises WeightsError unless a box of `shape` at `offset` lies in a tensor of `global_shape`."""
-    fits = len(shape) == len(global_shape) == len(offset) and all(
-        0 <= start and start + size <= whole for start, size, whole in zip(offset, shape, global_shape, strict=True)
-    )
-    if not fits:
-        raise WeightsError(
-            f"a box of shape {tuple(shape)} at {tuple(offset)} does not lie in a tensor of shape {tuple(global_shape)}"
-        )
 
 
 def _parts(bits: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Iterator[tuple[Tensor, int, int, int]]:
@@ -130,18 +110,22 @@ def _parts(bits: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> 
         yield box[index][:, None, :, None], row, first[-1], blocks
 
 
-_STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+STEP, _FIRST, _SECOND = map(signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def odd_key(number):  # type: ignore[no-untyped-def]
-    """SplitMix64's output number `number` (Steele et al. 2014), made odd: of an int64 in compiled code, or of a tensor.
+def mix(number):  # type: ignore[no-untyped-def]
+    """SplitMix64's finalizer (Steele et al. 2014): of int64, in compiled code, an array or a tensor.
 
     The masks make the arithmetic shifts of signed integers logical ones.
     """
-    mixed = number * _STEP
-    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * _FIRST
-    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * _SECOND
-    return (mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)) | 1
+    number = (number ^ ((number >> 30) & 0x3FFFFFFFF)) * _FIRST
+    number = (number ^ ((number >> 27) & 0x1FFFFFFFFF)) * _SECOND
+    return number ^ ((number >> 31) & 0x1FFFFFFFF)
+
+
+def odd_key(number):  # type: ignore[no-untyped-def]
+    """SplitMix64's output number `number`, made odd."""
+    return mix(number * STEP) | 1
 
 
 def _sum_on_host(panels: Tensor, row: int, column: int, blocks: int) -> int:
@@ -170,7 +154,7 @@ def compiled_sum() -> Callable[..., int]:
     from numba import njit
     from numba.extending import register_jitable
 
-    for each in (odd_key, _weighted):
+    for each in (mix, odd_key, _weighted):
         register_jitable(each)
     # Machine code is kept beside this file, which spares every process 0.3 s; in a read-only place each compiles anew.
     return njit(nogil=True, cache=os.access(Path(__file__).parent, os.W_OK))(_sum)

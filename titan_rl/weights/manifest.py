@@ -1,4 +1,4 @@
-"""Publications, the shards that they are made of, and how pulls of them went: plain data between processes.
+"""Publications, the shards that they are made of, and how a pull of one went: plain data between processes.
 
 A publication is immutable: one version, one manifest, one place. The fingerprint of a tensor (see
 `weights.fingerprint`) is taken in the dtype that is served.
@@ -6,7 +6,6 @@ A publication is immutable: one version, one manifest, one place. The fingerprin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,9 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """Hugging Face names of the two tensors that are one where embeddings are tied."""
 TIED = ((LM_HEAD, EMBEDDING),)
 """The aliases of a publication whose embeddings are tied."""
+
+PANELS, MATRIX = 4, 2
+"""Dimensions of a packed matrix in memory, and of the matrix that it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +55,10 @@ class TensorShard:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the box."""
-        return box_shape(self.data.shape, self.global_shape)
-
-
-PANELS, MATRIX = 4, 2
-"""Dimensions of a packed matrix in memory, and of the matrix that it is."""
-
-
-def box_shape(shape: Sequence[int], global_shape: Sequence[int]) -> tuple[int, ...]:
-    """Of the box that data of this shape holds (`TensorShard.data`)."""
-    if len(shape) == PANELS and len(global_shape) == MATRIX:
-        return shape[0] * shape[1], shape[2] * shape[3]
-    return tuple(shape)
+        if self.data.dim() == PANELS and len(self.global_shape) == MATRIX:
+            panels, rows, groups, width = self.data.shape
+            return panels * rows, groups * width
+        return tuple(self.data.shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,29 +112,12 @@ class Publication:
         return f"{self.channel} {self.version}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PullReport:
-    """A pull that ended with verified weights."""
-
-    version: PolicyVersion
-    """The version that is served now: the requested one, or a newer one that was requested before it was loaded."""
-    seconds_waited: float
-    """From the call to the decision: the running burst, and pulls before it."""
-    seconds_copied: float
-    """Reading, loading and dropping the old weights' KV."""
-    seconds_verifying: float
-    bytes: int
-    """Of the publication."""
-    requests_in_flight: int
-    """Requests that continue under the new weights with their tokens so far."""
-
-
 @dataclass(frozen=True, slots=True)
 class FleetPull:
     """How one pull went, over the whole fleet."""
 
     version: PolicyVersion
-    reports: dict[str, PullReport]
-    """By generator that serves the version."""
+    serving: tuple[str, ...]
+    """Generators that serve the version."""
     failures: dict[str, str]
     """By generator that serves no version: why."""

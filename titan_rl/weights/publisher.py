@@ -35,7 +35,7 @@ from torch import Tensor
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import BITS, check_box, shard_sum, unsigned
+from titan_rl.weights.fingerprint import shard_sum, unsigned
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
@@ -112,15 +112,8 @@ class SharedMemoryPublisher:
                 that do not cover a tensor, ranks that disagree, or too little room (says how much).
         """
         what = f"publishing {self._channel} {version}"
-
-        def prepare() -> tuple[int, list[TensorShard], Shapes]:
-            slot = self._free_slot(version)
-            mine = list(shards)
-            if dtype not in BITS:
-                raise WeightsError(f"{dtype} is not served; served are {', '.join(map(str, BITS))}")
-            return slot, mine, _shapes_of(mine)
-
-        slot, mine, shapes = self._ranks.together(what, prepare)
+        slot, mine = self._ranks.together(what, lambda: (self._free_slot(version), list(shards)))
+        shapes = {shard.name: tuple(shard.global_shape) for shard in mine}
         if len({*(everyones := self._ranks.gather((version, slot)))}) > 1:
             raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {everyones}")
         layout = self._agreed_layout(what, shapes, dtype, tuple(aliases))
@@ -232,25 +225,10 @@ class HostExchange:
 
 
 def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dtype: torch.dtype) -> Publication:
-    """Publish the weights of a Hugging Face directory as version v0. Raises WeightsError if there are none, or a file
-    is damaged."""
+    """Publish the weights of a Hugging Face directory as version v0. Raises WeightsError if a file is damaged."""
     tied = bool(json.loads((directory / "config.json").read_text()).get("tie_word_embeddings", False))
     shards = [each for each in shards_of_files(directory) if not (tied and each.name == LM_HEAD)]
-    if not shards:
-        raise WeightsError(f"{directory} has no weights (*.safetensors)")
     return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=TIED if tied else ())
-
-
-def _shapes_of(shards: Iterable[TensorShard]) -> Shapes:
-    """Raises WeightsError for a shard outside its tensor."""
-    shapes: Shapes = {}
-    for shard in shards:
-        shape = shapes[shard.name] = tuple(shard.global_shape)
-        try:
-            check_box(shard.data.shape, shape, shard.offset)
-        except WeightsError as error:
-            raise WeightsError(f"{shard.name}: {error}") from None
-    return shapes
 
 
 def _merged_layout(everyones: list[Shapes], dtype: torch.dtype, aliases: Aliases) -> Manifest:
@@ -262,9 +240,6 @@ def _merged_layout(everyones: list[Shapes], dtype: torch.dtype, aliases: Aliases
                 raise WeightsError(f"{name} is {shape} on rank {rank} and {shapes[name]} on a lower one")
     if not shapes:
         raise WeightsError("there are no tensors")
-    for alias, name in aliases:
-        if alias in shapes or name not in shapes:
-            raise WeightsError(f"alias {alias} of {name}: the first must be no tensor of its own, the second one")
     entries = []
     offset = 0
     text = str(dtype).removeprefix("torch.")

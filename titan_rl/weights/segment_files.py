@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_rl.errors import ConfigError, StorageError
+from titan_rl.errors import StorageError
 from titan_rl.processes import owner_pid
 
 if TYPE_CHECKING:
@@ -29,30 +29,22 @@ if TYPE_CHECKING:
 
 DIRECTORY = Path("/dev/shm")
 _PATTERN = re.compile(r"titan_rl-(?P<owner>\d+)-(?P<channel>[A-Za-z0-9_.]+)-(?P<slot>\d+)")
-_CHANNEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.]*")
 
 
 def segment_path(directory: Path, owner_pid: int, channel: str, slot: int) -> Path:
-    """Where a slot of a channel lives. Raises as `check_channel`."""
-    return directory / f"titan_rl-{owner_pid}-{check_channel(channel)}-{slot}"
+    """Where a slot of a channel, which is a plain word, lives."""
+    return directory / f"titan_rl-{owner_pid}-{channel}-{slot}"
 
 
 def segment_location(directory: Path, channel: str, slot: int) -> str:
-    """Of a publication: the same on every host. Raises as `check_channel`."""
-    return f"{directory}/{check_channel(channel)}-{slot}"
+    """Of a publication: the same on every host."""
+    return f"{directory}/{channel}-{slot}"
 
 
 def segment_at(location: str) -> Path:
     """This host's file of a publication."""
     path = Path(location)
     return path.with_name(f"titan_rl-{owner_pid()}-{path.name}")
-
-
-def check_channel(channel: str) -> str:
-    """The channel, which becomes part of file names. Raises ConfigError if it is no plain word."""
-    if not _CHANNEL.fullmatch(channel):
-        raise ConfigError(f"channel {channel!r} must consist of letters, digits, '_' and '.', no '.' first")
-    return channel
 
 
 def create_segment(path: Path, nbytes: int) -> None:
@@ -82,10 +74,10 @@ def map_segment(path: Path) -> tuple[mmap.mmap, Identity]:
     Raises FileNotFoundError, also for an empty file."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        state = os.fstat(descriptor)
-        if not state.st_size:
+        *_, size = identity = identity_of(descriptor)
+        if not size:
             raise FileNotFoundError(f"{path} is empty")
-        return mmap.mmap(descriptor, state.st_size, mmap.MAP_SHARED | mmap.MAP_POPULATE), _identity(state)
+        return mmap.mmap(descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE), identity
     finally:
         os.close(descriptor)
 
@@ -108,12 +100,9 @@ def map_tensor(path: Path, *, page_lock: bool = True) -> tuple[Tensor, Identity]
     return torch.from_numpy(array), identity
 
 
-def identity_of(path: Path) -> Identity:
-    """Raises FileNotFoundError."""
-    return _identity(path.stat())
-
-
-def _identity(state: os.stat_result) -> Identity:
+def identity_of(file: Path | int) -> Identity:
+    """Of a path, which raises FileNotFoundError where there is none, or an open descriptor."""
+    state = os.stat(file)
     return state.st_dev, state.st_ino, state.st_size
 
 

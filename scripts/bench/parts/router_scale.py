@@ -24,7 +24,7 @@ from titan_rl.routing.config import RouterConfig
 from titan_rl.rpc.connection import endpoint
 from titan_rl.rpc.requests import RequestServer
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
-from titan_rl.weights.manifest import Manifest, Publication, PullReport
+from titan_rl.weights.manifest import Manifest, Publication
 
 GENERATORS = (1, 8, 64, 256)
 CLIENTS = 1024
@@ -61,16 +61,9 @@ class AnsweringGenerator(RequestServer):
         """Nothing runs for longer than a call."""
 
     @endpoint
-    async def pull_model_state_dict(self, publication: Publication) -> PullReport:
+    async def pull_model_state_dict(self, publication: Publication) -> PolicyVersion:
         self._version = publication.version
-        return PullReport(
-            version=publication.version,
-            seconds_waited=0.0,
-            seconds_copied=0.0,
-            seconds_verifying=0.0,
-            bytes=0,
-            requests_in_flight=0,
-        )
+        return publication.version
 
 
 def _cpu_seconds(pid: int) -> float:

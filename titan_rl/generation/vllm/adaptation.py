@@ -79,16 +79,16 @@ _CHECKED_ROWS = (0, 1, 4, TILE - 1, TILE, 2 * TILE + 7, 128)
 
 _stock_rebind_kernels = vllm_kernels._rebind_kernels
 _stock_group_name = _CPUSHMDistributed.make_group_name
-_stock_dispatch = vllm_linear.dispatch_cpu_unquantized_gemm
 _stock_build = CPUAttentionMetadataBuilder.build
 
 
-def adapt_process() -> None:
-    """Search for kernels in vLLM's own modules only, name shared memory after this process, and compute RMS norms by
-    vLLM's kernel."""
+def adapt(config: GeneratorConfig, model_path: Path) -> Linears:
+    """Prepare this process for engines on CPU of this config and checkpoint."""
     vllm_kernels._rebind_kernels = _rebind_own_kernels
     setattr(_CPUSHMDistributed, _stock_group_name.__name__, staticmethod(_group_name_of_process))
     setattr(RMSNorm, RMSNorm.forward_cpu.__name__, kernel_norm)
+    setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, _build if config.deterministic else _stock_build)
+    return adapt_linear(linear_of(config, model_path))
 
 
 def _rebind_own_kernels(overrides: list[tuple[Any, Any]]) -> None:
@@ -107,14 +107,13 @@ def _group_name_of_process(communicator: CpuCommunicator) -> str:
 def kernel_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """`RMSNorm.forward`: norm(x), or (norm(x + residual), x + residual) in their memory."""
     residual_fits = residual is None or residual.is_contiguous() and x.is_contiguous()
-    if x.dtype != torch.float32 or norm.variance_size_override is not None or not residual_fits:
+    if x.dtype != torch.float32 or not residual_fits:
         return norm.forward_native(x, residual)  # the kernel's bfloat16 is rounded otherwise
-    weight = norm.weight.data if norm.has_weight else None
     if residual is not None:
-        torch.ops._C.fused_add_rms_norm.default(x, residual, weight, norm.variance_epsilon)
+        torch.ops._C.fused_add_rms_norm.default(x, residual, norm.weight.data, norm.variance_epsilon)
         return x, residual
     out = torch.empty(x.shape, dtype=x.dtype)
-    torch.ops._C.rms_norm.default(out, x.contiguous(), weight, norm.variance_epsilon)  # it takes no strides
+    torch.ops._C.rms_norm.default(out, x.contiguous(), norm.weight.data, norm.variance_epsilon)  # it takes no strides
     return out
 
 
@@ -150,9 +149,6 @@ class Linears:
 
     def set_up(self, layer: Any, remove_weight: bool) -> None:
         """Called by vLLM after the first load."""
-        if layer.weight.ndim != 2:
-            _stock_dispatch(layer, remove_weight)  # a convolution or experts, not a linear layer
-            return
         embeds = type(layer) is VocabParallelEmbedding  # looks up rows; vLLM would pack it too
         matrix = packed(layer.weight.data) if self._name == PACKED and not embeds else None
         layer.cpu_linear = self._function_of(layer) if matrix is None else matrix
@@ -191,11 +187,6 @@ def halved_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`row_linear` as two tensor-parallel ranks compute it: each its half of the inner dimension, then one sum."""
     half = x.shape[-1] // 2
     return row_linear(x[:, :half], weight[:, :half], bias) + row_linear(x[:, half:], weight[:, half:], None)
-
-
-def adapt_attention(deterministic: bool) -> None:
-    """Let engines built from now on attend token by token, or as vLLM does."""
-    setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, _build if deterministic else _stock_build)
 
 
 def _build(builder: CPUAttentionMetadataBuilder, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:

@@ -15,7 +15,7 @@ Nothing of vLLM is replaced or reached into. A contract test holds what is read 
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreOutput
@@ -25,8 +25,15 @@ from vllm.v1.request import Request
 
 from titan_rl.generation.config import ANY_ORDER_RANKS, GeneratorConfig
 
-Sampled = tuple[list[Request], list[int], list[float], list[Request]]
-"""Of one step: the requests that a token was sampled for, their tokens, the logprobs, and which of them have ended."""
+
+class Sampled(NamedTuple):
+    """What one step sampled, on any device, in the order of the batch."""
+
+    requests: list[Request]
+    tokens: list[int]
+    logprobs: list[float]
+    ended: list[Request]
+    """Of those; the scheduler knows them no more."""
 
 
 def cuda_arguments(config: GeneratorConfig) -> dict[str, Any]:
@@ -72,13 +79,13 @@ class OverlappedSteps:
         return self._sampled(outputs)
 
     def _sampled(self, outputs: Sequence[EngineCoreOutput]) -> Sampled:
-        requests, tokens, logprobs, ended = [], [], [], []
+        sampled = Sampled([], [], [], [])
         for output in outputs:
             request = self._requests[output.request_id]
             if output.new_logprobs is not None:  # every token has one
-                requests.append(request)
-                tokens += output.new_token_ids
-                logprobs.append(float(output.new_logprobs.logprobs[0, 0]))
+                sampled.requests.append(request)
+                sampled.tokens.extend(output.new_token_ids)
+                sampled.logprobs.append(float(output.new_logprobs.logprobs[0, 0]))
             if output.finished:
-                ended.append(request)
-        return requests, tokens, logprobs, ended
+                sampled.ended.append(request)
+        return sampled

@@ -32,7 +32,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
 from titan_rl.errors import GeneratorFailed
-from titan_rl.generation.config import GeneratorConfig, check_environment, refuse_more_ranks
+from titan_rl.generation.config import GeneratorConfig, check_environment
 from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
 from titan_rl.generation.vllm import weights
 from titan_rl.generation.vllm.constraints import Constraints
@@ -94,14 +94,18 @@ class VllmEngine(Engine):
         device: "cpu" or "cuda".
 
     Raises:
-        ConfigError: the process lacks a generator's environment variables, `config.linear` cannot be imported, or
-            `config.deterministic` cannot be kept on this CPU.
+        ConfigError: the process lacks a generator's environment variables, or `config.deterministic` cannot be kept on
+            this CPU.
     """
 
     def __init__(self, config: GeneratorConfig, model_path: str | Path, device: str = "cpu") -> None:
         check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
         self._device, self.tells_support = device, device == "cpu"
-        self._linears = _adapt(config, Path(model_path)) if device == "cpu" else None
+        self._linears: Linears | None = None
+        if device == "cpu":
+            from titan_rl.generation.vllm.adaptation import adapt
+
+            self._linears = adapt(config, Path(model_path))
         tqdm.set_lock(threading.RLock())  # its own is in shared memory: a killed process leaves it behind
         join_world("gloo" if device == "cpu" else "nccl")  # vLLM would listen on a port
         if config.tensor_parallel > 1:
@@ -109,16 +113,16 @@ class VllmEngine(Engine):
             os.environ["VLLM_RPC_BASE_PATH"] = str(Path(os.environ[RENDEZVOUS]).parent)
         arguments = EngineArgs(**engine_arguments(config, Path(model_path), device))
         gc.freeze()  # vLLM collects garbage five times now, among all that was imported: half of the time
-        self._engine: LLMEngine | None = LLMEngine.from_engine_args(arguments)
-        self._client = self._engine.engine_core
+        self.llm_engine = LLMEngine.from_engine_args(arguments)  # vLLM's own; not for use while requests run here
+        self._client = self.llm_engine.engine_core
         in_process: Any = self._client  # for which vLLM's interface does not speak
         core: EngineCore = in_process.engine_core
         self._scheduler: Any = core.scheduler
         self._block_hasher = core.request_block_hasher
         self._params = lru_cache(_CACHED_SAMPLINGS)(self._vllm_params)
-        vocab_size = self._engine.model_config.get_vocab_size()
+        vocab_size = self.llm_engine.model_config.get_vocab_size()
         super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size)
-        self._tied: bool = self._engine.model_config.hf_text_config.tie_word_embeddings
+        self._tied: bool = self.llm_engine.model_config.hf_text_config.tie_word_embeddings
         self._shards: list[TensorShard] = []  # where verification has last looked, and new weights are stored
         self._can_sleep, self._asleep = device == "cuda" and config.sleep_mode, False
         self._kv_use = 0.0  # share of the KV cache, after the last step
@@ -139,13 +143,6 @@ class VllmEngine(Engine):
         from titan_rl.generation.vllm.steps import OwnSteps
 
         return OwnSteps(core, self._worker.model_runner, self._running, self._recorded)
-
-    @property
-    def llm_engine(self) -> LLMEngine:
-        """vLLM's own engine. Not for use while requests run here."""
-        if self._engine is None:
-            raise GeneratorFailed("the engine was closed")
-        return self._engine
 
     @property
     def model(self) -> Any:
@@ -260,7 +257,6 @@ class VllmEngine(Engine):
             self._client.shutdown()
         finally:
             gc.collect = collect
-        self._engine = None
 
     def _end(self, request_id: str) -> RunningRequest:
         running = super()._end(request_id)
@@ -307,15 +303,3 @@ class VllmEngine(Engine):
         if sampling.constraint:
             completed.sampling_params.structured_outputs = self._constraints.params(sampling)
         return completed.sampling_params
-
-
-def _adapt(config: GeneratorConfig, model_path: Path) -> Linears:
-    """Prepare this process for an engine on CPU; see `adaptation`."""
-    from titan_rl.generation.vllm import adaptation
-
-    if config.deterministic:
-        refuse_more_ranks(config.tensor_parallel)
-    linears = adaptation.adapt_linear(adaptation.linear_of(config, model_path))
-    adaptation.adapt_attention(config.deterministic)
-    adaptation.adapt_process()
-    return linears

@@ -6,7 +6,7 @@ the model of a small policy. Three things are therefore done here in another way
 
 - `StepScheduler.plan_decode` plans such a step. Requests whose block begins or is full go through vLLM's cache manager;
   where free blocks might not do, vLLM's `schedule` decides.
-- `Decoder` runs it. Inputs are read from the batch in numpy: row i is query i. vLLM's sampler makes the distribution
+- `OwnSteps` runs it. Inputs are read from the batch in numpy: row i is query i. vLLM's sampler makes the distribution
   and draws; ranks of tokens and lists of the most likely ones are not computed.
 - `StepScheduler.collect` returns what any step sampled, as lists. vLLM makes objects per request and token.
 
@@ -35,23 +35,18 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from titan_rl.generation.engine import RunningRequest
+from titan_rl.generation.vllm.cuda import Sampled
 from titan_rl.support import encode_support
-
-GOLDEN = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""splitmix64's constants."""
+from titan_rl.weights.fingerprint import STEP, mix
 
 
 class DecodePlan(NamedTuple):
@@ -64,26 +59,13 @@ class DecodePlan(NamedTuple):
     """What `schedule` would have returned. None: the requests are those of the last step, which was planned here."""
 
 
-class StepTokens(NamedTuple):
-    """What one step sampled, in the order of the batch."""
-
-    requests: list[Request]
-    tokens: list[int]
-    logprobs: list[float]
-    ended: list[Request]
-    """Of those; the scheduler knows them no more."""
-
-
 class StepScheduler(Scheduler):
-    """For requests of text that sample one token per step, with logprobs; steps do not overlap."""
+    """For requests of text that sample one token per step, with logprobs; steps do not overlap. The model is a dense
+    Qwen3 (`read_shape` refuses others): kinds of attention that free, move or clear blocks in every step are not known.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        groups = self.kv_cache_config.kv_cache_groups
-        self.keeps_blocks = (
-            len(groups) == 1 and type(groups[0].kv_cache_spec) is FullAttentionSpec and not self.needs_kv_cache_zeroing
-        )
-        """Other kinds of attention free, move or clear blocks in every step, so `schedule` must plan all of them."""
         self._planned_step = -1  # the last step that `plan_decode` planned
         self._computed_tokens = np.empty(0, dtype=np.int64)  # tokens whose KV that step found, by place in `running`
 
@@ -121,7 +103,7 @@ class StepScheduler(Scheduler):
         self._planned_step, self._computed_tokens = self.current_step, computed
         return DecodePlan(running, new_blocks, self._change(computed, new_blocks) if changed else None)
 
-    def collect(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> StepTokens:
+    def collect(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> Sampled:
         """Append what was sampled to the requests and end those that are done, as `update_from_output` does."""
         rows, sampled = output.req_id_to_index, output.sampled_token_ids
         logprobs = [] if output.logprobs is None else output.logprobs.logprobs[:, 0].tolist()
@@ -134,7 +116,7 @@ class StepScheduler(Scheduler):
                 places.append(row)
         return self.append_tokens(requests, [sampled[row][0] for row in places], [logprobs[row] for row in places])
 
-    def append_tokens(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> StepTokens:
+    def append_tokens(self, requests: list[Request], tokens: list[int], logprobs: list[float]) -> Sampled:
         """`collect`, for requests that all sampled a token."""
         ended = []
         shared_every, longest = self.hash_block_size, self.max_model_len
@@ -157,7 +139,7 @@ class StepScheduler(Scheduler):
             self._free_request(request)
         if ended:
             self.running = [request for request in self.running if not request.is_finished()]
-        return StepTokens(requests, tokens, logprobs, ended)
+        return Sampled(requests, tokens, logprobs, ended)
 
     def _change(self, computed: np.ndarray, new_blocks: dict[int, tuple[list[int], ...]]) -> SchedulerOutput:
         ids = [request.request_id for request in self.running]
@@ -179,33 +161,20 @@ class StepScheduler(Scheduler):
         return plan
 
 
-def decoder_of(scheduler: Any, runner: Any) -> Decoder | None:
-    """For the steps of one engine; None where more than what is done here belongs to a decode step. Looks at what a
-    checkpoint decides; `engine_arguments` configures nothing else that would matter."""
-    unusual = (
-        runner.uses_mrope
-        or runner.supports_mm_inputs
-        or runner.is_pooling_model
-        or runner.is_mm_prefix_lm
-        or runner.lookback_token_ids is not None
-        or runner.model_config.is_encoder_decoder
-        or runner.model_config.rswa_window is not None
-        or runner.speculative_config is not None
-        or runner.lora_config is not None
-    )
-    plain = (
-        type(runner) is CPUModelRunner
-        and scheduler.keeps_blocks
-        and [group.backend for groups in runner.attn_groups for group in groups] == [CPUAttentionBackend]
-    )
-    return Decoder(scheduler, runner) if plain and not unusual else None
+class OwnSteps:
+    """Takes the steps of one engine: itself where there is nothing to decide, else by vLLM's scheduler and runner."""
 
-
-class Decoder:
-    """Takes the steps of one engine in which there is nothing to decide."""
-
-    def __init__(self, scheduler: StepScheduler, runner: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self,
+        core: EngineCore,
+        runner: Any,
+        running: Mapping[str, RunningRequest],
+        recorded: Mapping[str, RunningRequest],
+    ) -> None:
+        """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
+        no seeds. `recorded`: those of them whose supports are kept."""
+        self._scheduler: Any = core.scheduler  # a StepScheduler
+        self._executor: Any = core.model_executor
         self._runner = runner
         self._batch = runner.input_batch
         self._group = runner.attn_groups[0][0]
@@ -214,13 +183,27 @@ class Decoder:
         # By place in the plan, renewed when requests join or leave:
         self._rows = np.empty(0, dtype=np.int64)
         self._states: list[Any] = []  # vLLM's `CachedRequestState`
+        SeededSampling(runner, running, recorded)
+
+    def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
+        """`params`, which requests share: `SeededSampling` knows the seed."""
+        return params
+
+    def step(self) -> Sampled:
+        if (decode := self._scheduler.plan_decode()) is not None:
+            return self._decode(decode)
+        plan = self._scheduler.schedule()
+        output = self._executor.execute_model(plan)
+        output = output or self._executor.sample_tokens(self._possible(plan))
+        sampled: Sampled = self._scheduler.collect(plan, output)
+        return sampled
+
+    def drain(self) -> Sampled:
+        """Nothing is under way between two steps."""
+        return Sampled([], [], [], [])
 
     @torch.inference_mode()
-    def step(self) -> StepTokens | None:
-        """Take the next step; None, with nothing done, if that is vLLM's."""
-        plan = self._scheduler.plan_decode()
-        if plan is None:
-            return None
+    def _decode(self, plan: DecodePlan) -> Sampled:
         self._update(plan)
         tokens, logprobs = self._sample(self._forward(len(plan.requests)))
         batch, rows = self._batch, self._row_numbers[: len(tokens)]
@@ -231,7 +214,8 @@ class Decoder:
         drawn = tokens[self._rows].tolist()
         for state, token in zip(self._states, drawn, strict=True):
             state.output_token_ids.append(token)
-        return self._scheduler.append_tokens(plan.requests, drawn, logprobs[self._rows].tolist())
+        sampled: Sampled = self._scheduler.append_tokens(plan.requests, drawn, logprobs[self._rows].tolist())
+        return sampled
 
     def _update(self, plan: DecodePlan) -> None:
         """Bring the batch up to the plan, as `_update_states` does."""
@@ -297,37 +281,6 @@ class Decoder:
         tokens = drawn.numpy()
         return tokens, logprobs.numpy()[self._row_numbers[: len(tokens)], tokens]
 
-
-class OwnSteps:
-    """Takes the steps of one engine: `Decoder` where it can, else vLLM's scheduler and runner."""
-
-    def __init__(
-        self,
-        core: EngineCore,
-        runner: Any,
-        running: Mapping[str, RunningRequest],
-        recorded: Mapping[str, RunningRequest],
-    ) -> None:
-        """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
-        no seeds. `recorded`: those of them whose supports are kept."""
-        self._scheduler: Any = core.scheduler  # a StepScheduler
-        self._executor: Any = core.model_executor
-        self._decoder = decoder_of(self._scheduler, runner)
-        SeededSampling(runner, running, recorded)
-
-    def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
-        """`params`, which requests share: `SeededSampling` knows the seed."""
-        return params
-
-    def step(self) -> StepTokens:
-        sampled = self._decoder.step() if self._decoder is not None else None
-        if sampled is None:
-            plan = self._scheduler.schedule()
-            output = self._executor.execute_model(plan)
-            output = output or self._executor.sample_tokens(self._possible(plan))
-            sampled = self._scheduler.collect(plan, output)
-        return sampled
-
     def _possible(self, plan: SchedulerOutput) -> Any:
         """Which tokens constraints allow. Where none does, as in a schema that nothing fits, a stop token ends it."""
         grammar = self._scheduler.get_grammar_bitmask(plan)
@@ -338,10 +291,6 @@ class OwnSteps:
                     for token in self._scheduler.requests[request_id].sampling_params.stop_token_ids:
                         words[row, token // 32] |= np.uint32(1 << token % 32)
         return grammar
-
-    def drain(self) -> StepTokens:
-        """Nothing is under way between two steps."""
-        return StepTokens([], [], [], [])
 
 
 class SeededSampling:
@@ -374,7 +323,5 @@ class SeededSampling:
 
 def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One key per row, well mixed: [N] int64 of seeds [N] int64 and positions [N]."""
-    mixed = seeds.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(_FIRST)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(_SECOND)
-    return (mixed ^ (mixed >> np.uint64(31))).view(np.int64)
+    keys: np.ndarray = mix(seeds + (positions.astype(np.int64) + 1) * STEP)
+    return keys

@@ -14,13 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from titan_rl.errors import WeightsError
@@ -57,13 +51,10 @@ def served_shards(model: torch.nn.Module, *, packed: bool = True) -> Iterator[Te
                 yield from _rows(data, name, _attention_heads(_part_names(path, fused), module))
             elif kind is MergedColumnParallelLinear:
                 yield from _rows(data, name, _merged(_part_names(path, fused), module))
-            elif kind is ColumnParallelLinear:
-                rows = module.output_size_per_partition
-                yield from _rows(data, name, [_Part(path, rows, module.output_size, module.tp_rank * rows)])
-            elif kind is RowParallelLinear and name == "weight":
+            elif kind is RowParallelLinear:
                 rows, columns = data.shape
                 yield from _rows(data, name, [_Part(path, rows, rows, 0)], module.input_size, module.tp_rank * columns)
-            elif kind in (RowParallelLinear, ReplicatedLinear, RMSNorm):
+            elif kind is RMSNorm:
                 yield from _rows(data, name, [_Part(path, data.shape[0], data.shape[0], 0)])
             else:
                 raise WeightsError(
@@ -103,7 +94,7 @@ def check_places(tensors: Mapping[str, Tensor], parameters: Iterable[TensorShard
 def _rows(
     data: Tensor | PackedMatrix, name: str, parts: list[_Part], columns: int = 0, first_column: int = 0
 ) -> Iterator[TensorShard]:
-    """Consecutive parts of a weight [rows, K] or bias [rows]; the rest is padding. `columns` of the global tensor, K
+    """Consecutive parts of a weight [rows, K] or [rows]; the rest is padding. `columns` of the global tensor, K
     if 0."""
     start = 0
     for part in parts:
@@ -124,8 +115,6 @@ def _rows(
 
 def _vocabulary(path: str, module: VocabParallelEmbedding) -> _Part:
     indices = module.shard_indices
-    if indices.num_added_elements:
-        raise WeightsError(f"{path}: a checkpoint has no tensor for added embeddings")
     return _Part(path, indices.num_org_elements, module.org_vocab_size, indices.org_vocab_start_index)
 
 
@@ -154,6 +143,4 @@ def _merged(names: list[str], module: MergedColumnParallelLinear) -> list[_Part]
 
 def _part_names(path: str, fused: dict[str, list[str]]) -> list[str]:
     parent, _, last = path.rpartition(".")
-    if last not in fused:
-        raise WeightsError(f"{path}: the model does not say which tensors are fused into it")
     return [f"{parent}.{part}" for part in fused[last]]
