@@ -7,9 +7,11 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
+from support.dialects import DIALECTS
 from support.gateway import ADD, MODEL, client
 
 from titan_rl.config import RunConfig
@@ -19,6 +21,7 @@ from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
 from titan_rl.rollout.config import RolloutConfig
 from titan_rl.run.start import bring_up
 from titan_rl.supervision.supervisor import Supervisor
+from titan_rl.types import Message, ToolSpec
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -115,3 +118,32 @@ async def test_others_are_sampled_beside_them_as_if_alone(up):
 async def test_what_cannot_be_kept_is_refused(up, options, word):
     with pytest.raises(openai.BadRequestError, match=word):
         await ask(up, **options)
+
+
+FORCED: dict[str, Any] = {
+    "responses": {"tool_choice": "required", "parallel_tool_calls": False},
+    "anthropic": {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 300},
+    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["wait"]}}},
+}
+FORMED: dict[str, Any] = {
+    "responses": {"text": {"format": {"type": "json_schema", "name": "colour", "schema": COLOUR}}},
+    "anthropic": {"output_config": {"format": {"type": "json_schema", "schema": COLOUR}}, "max_tokens": 300},
+    "gemini": {"generationConfig": {"responseMimeType": "application/json", "responseSchema": COLOUR}},
+}
+
+
+@pytest.mark.parametrize("name", FORCED)
+async def test_other_dialects_force_calls_and_schemas_too(up, name):
+    dialect = DIALECTS[name]
+    told = dialect.entries([Message("user", "hm?")])
+    tools = [ToolSpec(each["function"]["name"], "", each["function"]["parameters"]) for each in (ADDS, WAIT)]
+    async with httpx.AsyncClient(base_url=up.gateway.url, timeout=60) as http:
+        answers = [
+            dialect.answer((await http.post(dialect.path, json=body)).raise_for_status().json())
+            for body in (dialect.body(told, tools=tools, **FORCED[name]), dialect.body(told, **FORMED[name]))
+        ]
+    called_, formed = answers
+    assert called_.calls and {call for _, call, _ in called_.calls} <= (
+        {"wait"} if name == "gemini" else {"add", "wait"}
+    )
+    assert json.loads(formed.text)["colour"] in ("red", "green")

@@ -15,7 +15,16 @@ from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall
 from titan_rl.gateway.choices import HALF, ChoiceReader, StreamedText
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, SamplingParams, ToolSpec
+from titan_rl.types import (
+    SAMPLED_ARRAYS,
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    Message,
+    Piece,
+    SamplingParams,
+    ToolSpec,
+)
 
 TOOL = ToolSpec("look_up", "Looks a word up.", {"type": "object", "properties": {"word": {"type": "string"}}})
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "é"}}\n</tool_call>'
@@ -64,10 +73,7 @@ def cut_at(tokens: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
     return [list(tokens[a:b]) for a, b in zip(places[:-1], places[1:], strict=True)]
 
 
-def whole(
-    tokens: Sequence[int], renderer: Renderer, asked: Chat | str, prompt: list[int], stops: Sequence[str] = ()
-) -> Choice:
-    """What a client that does not stream gets."""
+def sampled(tokens: Sequence[int], prompt: list[int]) -> tuple[GenerationRequest, Completion]:
     request = GenerationRequest(
         request_id="r",
         prompt_token_ids=np.array(prompt, np.int32),
@@ -81,6 +87,14 @@ def whole(
         versions=np.zeros(len(tokens), np.int64),
         finish_reason=FinishReason.LENGTH,
     )
+    return request, completion
+
+
+def whole(
+    tokens: Sequence[int], renderer: Renderer, asked: Chat | str, prompt: list[int], stops: Sequence[str] = ()
+) -> Choice:
+    """What a client that does not stream gets."""
+    request, completion = sampled(tokens, prompt)
     return ChoiceReader(0, request, CompletionCall(id="c", prompts=[asked], stop=stops), renderer).read(completion)
 
 
@@ -139,6 +153,32 @@ def test_what_is_streamed_of_a_text_is_that_text_also_where_it_is_no_unicode(
     given_out = "".join([deltas.add(piece) for piece in cut_at(tokens, cuts)])
     assert given_out + deltas.rest(expected.message.content) == expected.message.content
     assert expected.message.content.startswith(given_out)
+
+
+@settings(max_examples=200)
+@given(
+    fragments=st.lists(st.sampled_from(WORDS + MARKS) | st.text(max_size=3), max_size=14),
+    cuts=st.lists(st.integers(1, 120), max_size=40),
+    tools=st.booleans(),
+)
+def test_thinking_goes_out_before_the_first_text_and_is_all_there_is(
+    chat: Renderer, fragments: list[str], cuts: list[int], tools: bool
+) -> None:
+    asked = chat_of(tools=tools)
+    prompt = chat.render(asked.messages, asked.tools)
+    tokens = chat.encode(f"<think>\n{''.join(fragments)}".encode("utf-8", "ignore").decode())
+    request, completion = sampled(tokens, prompt)
+    reader = ChoiceReader(0, request, CompletionCall(id="c", prompts=[asked]), chat)
+    parts: list[Piece | Completion] = []
+    for piece in cut_at(tokens, cuts):
+        at = parts[-1].end if parts and isinstance(parts[-1], Piece) else 0
+        arrays = {name: getattr(completion, name)[at : at + len(piece)] for name in SAMPLED_ARRAYS}
+        parts.append(Piece(request_id="r", offset=at, **arrays))
+    deltas = [delta for part in [*parts, completion] if (delta := reader.read_next(part)) is not None]
+    last = deltas[-1].choice
+    assert last is not None and "".join(delta.reasoning for delta in deltas) == last.message.reasoning
+    first = next((number for number, delta in enumerate(deltas) if delta.text), len(deltas))
+    assert not any(delta.reasoning for delta in deltas[first + 1 :])
 
 
 def streamed(renderer: Renderer, said: Sequence[str], *, stops: Sequence[str] = (), tools: bool = False) -> list[str]:

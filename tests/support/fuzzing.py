@@ -14,6 +14,9 @@ import httpx
 from support.gateway import MODEL, until_idle
 from titan_rl.supervision.supervisor import Supervisor
 
+ANSWERED = ("/v1/chat/completions", "/v1/completions")
+REFUSED = (*ANSWERED, "/v1/responses", "/v1/messages", f"/v1beta/models/{MODEL}:generateContent")
+"""A text that the symbols can write is seldom made up."""
 EXAMPLES = 40
 """Per operation."""
 SECONDS = 400
@@ -29,8 +32,14 @@ async def fuzz(up: Supervisor, directory: Path, key: str = "", *, phases: str = 
     headers = {"authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(base_url=up.gateway.url, headers=headers) as http:
         description = (await http.get("/openapi.json")).json()
-        for name in ("ChatCompletionRequest", "CompletionRequest"):  # with another model a request gets no further
-            description["components"]["schemas"][name]["properties"]["model"] = {"type": "string", "enum": [MODEL]}
+        only = {"type": "string", "enum": [MODEL]}  # with another model a request gets no further
+        for schema in description["components"]["schemas"].values():
+            if "model" in schema.get("required", ()):
+                schema["properties"]["model"] = only
+        for operation in (each for path in description["paths"].values() for each in path.values()):
+            for parameter in operation.get("parameters", ()):
+                if parameter["name"] == "model":
+                    parameter["schema"] = only
         file = directory / "openapi.json"
         file.write_text(json.dumps(description))
         command = [
@@ -44,8 +53,8 @@ async def fuzz(up: Supervisor, directory: Path, key: str = "", *, phases: str = 
         assert ended.returncode == 0, ended.stdout + ended.stderr
         await until_idle(up)
         metrics = (await http.get("/metrics")).text
-    for path in ("/v1/chat/completions", "/v1/completions"):
-        for status in ("200", "400"):  # it got through, and it was refused
+    for status, paths in (("200", ANSWERED), ("400", REFUSED)):  # it got through, and it was refused
+        for path in paths:
             assert f'calls_total{{path="{path}",status="{status}"}}' in metrics, metrics
     assert 'status="5' not in metrics
     return metrics

@@ -14,17 +14,18 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from titan_rl.errors import ActorFailed, TitanError
+from titan_rl.gateway import anthropic, gemini, openai_routes, responses
+from titan_rl.gateway.answers import JsonResponse
 from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancel_when
 from titan_rl.gateway.calls import ApiError, Fleet, ServedPolicy, api_error
 from titan_rl.gateway.config import GatewayConfig, listen
-from titan_rl.gateway.openai_routes import JsonResponse, error_object, routes
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
 
@@ -61,12 +62,14 @@ After that it is cut off."""
 def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: ApiKeys) -> FastAPI:
     app = FastAPI(title="titan_rl gateway", docs_url=None, redoc_url=None)
     metrics = GatewayMetrics()
-    app.include_router(routes(Sampler(fleet, policy, metrics, max_choices=config.max_choices)))
+    sampler = Sampler(fleet, policy, metrics, max_choices=config.max_choices)
+    for dialect in (openai_routes, responses, anthropic, gemini):
+        app.include_router(dialect.routes(sampler))
 
     @app.get("/health")
     async def health(request: Request) -> Response:
         """200 while a generator serves. Only callers with a key are told why none does: that names paths and hosts."""
-        known = keys.caller(request.headers.get("authorization", "")) is not None
+        known = keys.caller(authorization(request.scope)) is not None
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
@@ -93,7 +96,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         return Response(metrics.exposition(members), media_type=PROMETHEUS_TEXT)
 
     async def refused(request: Request, error: Exception) -> Response:
-        return refusal(error)
+        return refusal(error, request.url.path)
 
     for kind in (ApiError, TitanError, RequestValidationError, HTTPException, RecursionError, Exception):
         app.add_exception_handler(kind, refused)  # the server logs the traceback of what is a bug
@@ -101,16 +104,30 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         CallMiddleware,
         keys=keys,
         metrics=metrics,
-        paths=frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path),
+        paths=frozenset(
+            path
+            for route in app.routes
+            if "{" not in (path := getattr(route, "path", "").replace("{model:path}", policy.name))
+        ),
         max_body_bytes=config.max_body_bytes,
     )
     return app
 
 
-def refusal(error: Exception) -> Response:
-    """Every answer that is no success."""
+def refusal(error: Exception, path: str) -> Response:
+    """Every answer that is no success, in the form of the path's dialect."""
     shown = api_error(error)
-    return JsonResponse(error_object(shown), status_code=shown.status, headers=shown.headers)
+    dialects = {"/v1/messages": anthropic.error_object, "/v1beta/": gemini.error_object}
+    written = next((write for prefix, write in dialects.items() if path.startswith(prefix)), openai_routes.error_object)
+    return JsonResponse(written(shown), status_code=shown.status, headers=shown.headers)
+
+
+def authorization(scope: Scope) -> str:
+    """The header of that name, or what says the same in another dialect."""
+    headers = Headers(scope=scope)
+    asked = QueryParams(scope["query_string"])
+    key = headers.get("x-api-key") or headers.get("x-goog-api-key") or asked.get("key")
+    return headers.get("authorization") or (f"Bearer {key}" if key else "")
 
 
 class GatewayServer:
@@ -273,14 +290,14 @@ class CallMiddleware:
                 finally:
                     gone.cancel()
         except (ApiError, TitanError) as error:
-            await refusal(error)(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN_PATHS:
             return self.keys.anybody
-        caller = self.keys.caller(Headers(scope=scope).get("authorization", ""))
+        caller = self.keys.caller(authorization(scope))
         if caller is None:
-            problem = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
+            problem = "the API key is missing or wrong: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
             raise ApiError(401, problem, code="invalid_api_key", headers=headers)
         return caller

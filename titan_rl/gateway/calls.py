@@ -53,6 +53,11 @@ class ServedPolicy:
     max_model_len: int
     """Longest prompt and completion together, in tokens."""
 
+    def check_name(self, model: str) -> None:
+        if model != self.name:
+            problem = f"there is no model {model!r}; this gateway serves {self.name!r}"
+            raise ApiError(404, problem, param="model", code="model_not_found")
+
 
 class Chat(NamedTuple):
     messages: Sequence[Message]
@@ -139,6 +144,8 @@ class Choice:
     """The parsed turn. Tool calls that could not be parsed are in its content. A text completion has only content."""
     stopped: bool
     """By a stop token or a stop text; else by its length."""
+    stop_text: str = ""
+    """Which of the call's stop texts ended it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,13 +156,20 @@ class Delta:
     """Of the choice: first those of the first prompt, then those of the second, …"""
     first: bool
     prompt: list[int]
+    reasoning: str
+    """Thinking: before any text."""
     text: str
     tokens: list[int]
     token_texts: list[str]
     """Of each token by itself; empty unless the call wants logprobs."""
     logprobs: list[float]
     choice: Choice | None = None
-    """Set in the last delta. Its tool calls and reasoning were not sent before."""
+    """Set in the last delta. Its tool calls were not sent before."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it ends a choice without text and calls: then clients expect an empty text."""
+        return self.choice is not None and not (self.choice.message.content or self.choice.message.tool_calls)
 
 
 class Fleet(Protocol):

@@ -168,12 +168,13 @@ class ChoiceReader:
         self._text = StreamedText(
             renderer.decode,
             stops=call.stop,
-            content=None if self._chat is None else lambda tokens: self._parse(tokens, FinishReason.LENGTH).content,
+            content=None if self._chat is None else self._content_so_far,
             calls=self._chat is not None and bool(self._chat.tools),
         )
         self._logprobs = call.logprobs
         self._pieces: list[Piece] = []
         self._sent = 0  # pieces
+        self._reasoning, self._reasoning_sent = "", ""  # of the turn when it was last parsed
 
     def read_next(self, what: Piece | Completion) -> Delta | None:
         """The delta that can be sent after these tokens; None: nothing yet. The last one has the complete choice: after
@@ -207,6 +208,7 @@ class ChoiceReader:
         turn = tokens[:-1] if stopped else tokens
         text = self._renderer.decode(turn)
         cut = self._first_stop(text)
+        ended_by = text[cut:] or self._renderer.decode(tokens[len(turn) :])
         if cut < len(text):
             count = self._tokens_until_stop(turn)
             tokens, turn, text, stopped = tokens[:count], turn[:count], text[:cut], True
@@ -222,7 +224,13 @@ class ChoiceReader:
                 content=content[: self._first_stop(content)],
                 tool_calls=tuple(call for call in message.tool_calls if not call.problem),
             )
-        return Choice(completion=completion, message=message, stopped=stopped)
+        stop_text = next((stop for stop in self._stop if ended_by.startswith(stop)), "")
+        return Choice(completion=completion, message=message, stopped=stopped, stop_text=stop_text)
+
+    def _content_so_far(self, tokens: Sequence[int]) -> str:
+        message = self._parse(tokens, FinishReason.LENGTH)
+        self._reasoning = message.reasoning
+        return message.content
 
     def _parse(self, tokens: Sequence[int], reason: FinishReason) -> Message:
         assert self._chat is not None
@@ -233,6 +241,7 @@ class ChoiceReader:
             index=self._index,
             first=not self._sent,
             prompt=self._prompt,
+            reasoning=self._rest_of_reasoning(self._reasoning if text else "", choice),
             text=text,
             tokens=tokens.tolist(),
             token_texts=[self._renderer.decode([token]) for token in tokens.tolist()] if self._logprobs else [],
@@ -240,6 +249,15 @@ class ChoiceReader:
             logprobs=[each if each > LOWEST_LOGPROB else LOWEST_LOGPROB for each in logprobs.tolist()],
             choice=choice,
         )
+
+    def _rest_of_reasoning(self, reasoning: str, choice: Choice | None) -> str:
+        """All of it goes out with the first text, or at the end. Raises ApiError: it is another one in the end."""
+        reasoning = choice.message.reasoning if choice is not None else reasoning or self._reasoning_sent
+        if not reasoning.startswith(self._reasoning_sent):
+            raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
+        rest = reasoning[len(self._reasoning_sent) :]
+        self._reasoning_sent = reasoning
+        return rest
 
     def _first_stop(self, text: str) -> int:
         """Where the first stop text begins; the text's length where there is none."""

@@ -1,59 +1,30 @@
 """What clients may send: the part of OpenAI's API that the engines can honour, and hints that change no answer.
 
-- A field that is not here is refused by name, never ignored: whoever sends it expects another answer.
-- Hints are taken and not used, because agent frameworks send them with every call.
-- An assistant message comes back from a client as its framework keeps it, with fields of its own: those are not read.
-- A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
-- Types are strict: no number is read out of a text, no flag out of a number.
-- Fields that are here and can only have one meaning (`echo`, `best_of`, …) take that value alone.
-- What a body asks for is its `call`, in terms of the policy.
+Fields that are here and can only have one meaning (`best_of`, `suffix`, …) take that value alone. What a body asks for
+is its `call`, in terms of the policy.
 """
 
 import json
-from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field
 
 from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
+from titan_rl.gateway import bodies
+from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Many, ReturnedPart, Strict, text_of
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
 from titan_rl.one_line import sendable
 from titan_rl.types import Message, ToolSpec
 
-MOST_FIELDS = 64
-"""Of one object: each that is unknown has a sentence in the refusal."""
-LARGEST_INTEGER = 2**63 - 1
-MOST_STOPS = 16
-MOST_TOOLS = 128
-MOST_MESSAGES = 4096
-"""Also parts of one message."""
 DEFAULT_COMPLETION_TOKENS = 16
 """Of text completions, as OpenAI has it."""
 DRAWING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty")
 """Options that change how tokens are drawn, besides `min_tokens` and `seed`."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def has_few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_FIELDS:
-            raise ValueError(f"an object has at most {MOST_FIELDS} fields, not {len(value)}")
-        return value
-
-
-class ReturnedPart(Strict):
-    """Part of an earlier answer: what it has besides these fields says nothing to the policy."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 class StreamOptions(Strict):
@@ -63,8 +34,8 @@ class StreamOptions(Strict):
     """A hint: no padding is sent."""
 
 
-class Sampling(Strict):
-    """What chat and text completions share."""
+class Request(Strict):
+    """What all calls share."""
 
     # Hints: they are about OpenAI's service, or say what the policy does anyway.
     store: bool | None = None
@@ -73,27 +44,32 @@ class Sampling(Strict):
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: str | None = None
-    """The policy thinks as it has learned to."""
 
-    model: Annotated[str, Field(max_length=1024)]
+    model: bodies.ModelName
     user: Annotated[str, Field(max_length=1024)] | None = None
     """Of a run's program: the role whose turn this is."""
-    n: Annotated[int, Field(ge=1, le=1024)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
+    temperature: bodies.Temperature | None = None
+    top_p: bodies.TopP | None = None
+
+
+class Sampling(Request):
+    """What chat and text completions share."""
+
+    reasoning_effort: str | None = None
+    """A hint: the policy thinks as it has learned to."""
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    stop: bodies.Stop | bodies.Stops | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
-    seed: Annotated[int, Field(ge=-LARGEST_INTEGER - 1, le=LARGEST_INTEGER)] | None = None
+    seed: bodies.Seed | None = None
     """The same seed and request give the same tokens; without one every call draws others."""
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     """-1 and 0: off."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: bodies.Penalty | None = None
+    frequency_penalty: bodies.Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     return_token_ids: bool | None = None
     """Add `prompt_token_ids` and every choice's `token_ids` to the answer."""
@@ -102,7 +78,7 @@ class Sampling(Strict):
     def _call(
         self, call_id: str, prompts: list[Chat | str | list[int]], max_new_tokens: int | None, *, logprobs: bool
     ) -> CompletionCall:
-        drawing = {name: value for name in DRAWING if (value := getattr(self, name)) is not None}
+        drawing = bodies.given(self, DRAWING)
         if self.top_k == 0:
             drawing["top_k"] = -1
         if self.min_tokens is not None:
@@ -123,7 +99,7 @@ class Sampling(Strict):
 
 
 class FunctionDeclaration(Strict):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: bodies.ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -136,18 +112,8 @@ class Tool(Strict):
 
 
 class FunctionCall(ReturnedPart):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: str
-    """A JSON object, as text; some frameworks write none as an empty text."""
-
-    @field_validator("arguments")
-    @classmethod
-    def is_an_object(cls, text: str) -> str:
-        text = text or "{}"
-        with suppress(ValueError, RecursionError):
-            if isinstance(json.loads(text), dict):
-                return text
-        raise ValueError("the arguments of a call must be a JSON object, as text")
+    name: bodies.ToolName
+    arguments: bodies.Arguments
 
 
 class ToolCall(ReturnedPart):
@@ -161,11 +127,7 @@ class TextPart(Strict):
     text: str
 
 
-Content = str | Annotated[list[TextPart], Field(max_length=MOST_MESSAGES, fail_fast=True)]
-
-
-def _text(content: Content | None) -> str:
-    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
+Content = str | Many[TextPart]
 
 
 class ClientMessage(Strict):
@@ -175,7 +137,7 @@ class ClientMessage(Strict):
     name: str | None = None
 
     def message(self) -> Message:
-        return Message("user" if self.role == "user" else "system", _text(self.content), name=self.name or "")
+        return Message("user" if self.role == "user" else "system", text_of(self.content), name=self.name or "")
 
 
 class AssistantMessage(ReturnedPart):
@@ -196,7 +158,7 @@ class AssistantMessage(ReturnedPart):
             for call in self.tool_calls or ()
         )
         reasoning = self.reasoning_content or ""
-        return Message("assistant", _text(self.content), calls, reasoning=reasoning, name=self.name or "")
+        return Message("assistant", text_of(self.content), calls, reasoning=reasoning, name=self.name or "")
 
 
 class ToolMessage(Strict):
@@ -206,7 +168,7 @@ class ToolMessage(Strict):
     name: str | None = None
 
     def message(self) -> Message:
-        return Message("tool", _text(self.content), tool_call_id=self.tool_call_id, name=self.name or "")
+        return Message("tool", text_of(self.content), tool_call_id=self.tool_call_id, name=self.name or "")
 
 
 ChatMessage = Annotated[ClientMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
@@ -250,8 +212,8 @@ class SchemaFormat(Strict):
 
 class ChatCompletionRequest(Sampling):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: bodies.Count | None = None
+    max_completion_tokens: bodies.Count | None = None
     """Default: all that the model's length leaves."""
     logprobs: bool | None = None
     top_logprobs: Literal[0] | None = None
@@ -273,28 +235,23 @@ class ChatCompletionRequest(Sampling):
         return replace(call, answer=self._answer(tools))
 
     def _answer(self, tools: list[ToolSpec]) -> AnswerForm | None:
+        names: list[str] | None = None
+        must_call = self.tool_choice == "required"
         match self.tool_choice:
             case FunctionReference(function=named):
                 names, must_call = [named.name], True
             case AllowedToolsChoice(allowed_tools=allowed):
                 names, must_call = [each.function.name for each in allowed.tools], allowed.mode == "required"
-            case choice:
-                names, must_call = [tool.name for tool in tools], choice == "required"
-        missing = [name for name in names if all(tool.name != name for tool in tools)]
-        if missing or (must_call and not names):
-            problem = f"there is no tool {missing[0]!r}" if missing else "it needs tools"
-            raise ApiError(400, f"tool_choice: {problem}", param="tool_choice", code="invalid_request")
         schema: dict[str, Any] | None = None
         match self.response_format:
             case SchemaFormat(json_schema=wanted):
                 schema = wanted.schema_ or {}
             case PlainFormat(type="json_object"):
                 schema = {"type": "object"}
-        strict = any(tool.function.strict for tool in self.tools or ()) or self.parallel_tool_calls is False
-        if schema is None and not (tools and (strict or must_call or len({*names}) < len(tools))):
-            return None
-        callable_ = [tool for tool in tools if tool.name in names]
-        return AnswerForm(schema, callable_, parallel=self.parallel_tool_calls is not False, must_call=must_call)
+        strict, parallel = any(tool.function.strict for tool in self.tools or ()), self.parallel_tool_calls is not False
+        return bodies.answer_form(
+            tools, "tool_choice", names, must_call=must_call, schema=schema, strict=strict, parallel=parallel
+        )
 
 
 class CompletionRequest(Sampling):
@@ -305,10 +262,11 @@ class CompletionRequest(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
     )
     """One text, several, the token ids of one prompt, or of several."""
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: bodies.Count | None = None
     logprobs: Literal[0] | None = None
     """0: of the sampled tokens. Engines report no others."""
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    """The text begins with the prompt: of texts, and without `logprobs`, which engines have of sampled tokens only."""
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
@@ -316,5 +274,7 @@ class CompletionRequest(Sampling):
         given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         ids = [each for each in given if isinstance(each, int)]
         prompts = [ids] if ids else [each for each in given if not isinstance(each, int)]
+        if self.echo and (self.logprobs is not None or not all(isinstance(each, str) for each in prompts)):
+            raise ApiError(400, "echo: only texts are echoed, without logprobs", param="echo", code="invalid_request")
         most = self.max_tokens or DEFAULT_COMPLETION_TOKENS
         return self._call(call_id, [*prompts], most, logprobs=self.logprobs is not None)

@@ -1,8 +1,5 @@
-"""OpenAI's chat and text completions: a body in, a body or a stream of chunks out.
-
-- The chunks of a choice, put together, are the choice that a client gets that does not stream.
-- The first event waits for the first token, so a failure until then has a status of its own.
-- A stream that has begun ends with `[DONE]`, whatever happens to it. An error is the event before.
+"""OpenAI's chat and text completions: a body in, a body or a stream of chunks out. A stream ends with `[DONE]`,
+whatever happens to it.
 """
 
 from __future__ import annotations
@@ -10,55 +7,39 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
-from titan_rl.errors import TitanError
-from titan_rl.gateway.callers import CALLER, Caller
-from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy, api_error
+from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
+from titan_rl.gateway.bodies import with_call_ids
+from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message
 
-Json = dict[str, Any]
-DONE = b"data: [DONE]\n\n"
-
 
 def routes(sampler: Sampler) -> APIRouter:
     router = APIRouter(prefix="/v1")
-    name = sampler.policy.name
-    listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "titan_rl"}
+    listed = {"id": sampler.policy.name, "object": "model", "created": int(time.time()), "owned_by": "titan_rl"}
     listed["max_model_len"] = sampler.policy.max_model_len  # as vLLM's server tells it
-
-    def check_model(model: str) -> None:
-        if model != name:
-            problem = f"there is no model {model!r}; this gateway serves {name!r}"
-            raise ApiError(404, problem, param="model", code="model_not_found")
-
-    async def respond(answer: OpenAIAnswer, caller: Caller) -> Response:
-        check_model(answer.body.model)
-        if answer.body.stream:
-            return EventStream(_events(sampler, answer, caller))
-        deltas = await sampler.whole(answer.call, caller)
-        return JsonResponse(answer.whole([answer.choice(delta) for delta in deltas]))
 
     @router.post("/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
-        return await respond(ChatAnswer(body, sampler.policy), request.scope[CALLER])
+        answer = ChatAnswer(body, sampler.policy)
+        return await respond(sampler, answer, request, model=body.model, stream=bool(body.stream))
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """How the policy goes on with texts or token ids."""
-        return await respond(TextAnswer(body, sampler.policy), request.scope[CALLER])
+        answer = TextAnswer(body, sampler.policy)
+        return await respond(sampler, answer, request, model=body.model, stream=bool(body.stream))
 
     @router.get("/models")
     async def models() -> Response:
@@ -68,30 +49,10 @@ def routes(sampler: Sampler) -> APIRouter:
     @router.get("/models/{model:path}")
     async def model(model: str) -> Response:
         """The one model there is."""
-        check_model(model)
+        sampler.policy.check_name(model)
         return JsonResponse(listed)
 
     return router
-
-
-async def _events(sampler: Sampler, answer: OpenAIAnswer, caller: Caller) -> AsyncGenerator[bytes, None]:
-    begun = False
-    try:
-        async with aclosing(sampler.stream(answer.call, caller)) as deltas:
-            async for delta in deltas:
-                yield b"".join(map(_event, answer.chunks(delta)))
-                begun = True
-        if answer.body.stream_options is not None and answer.body.stream_options.include_usage:
-            yield _event({**answer.chunk([]), "usage": answer.usage})
-    except (ApiError, TitanError) as error:
-        if not begun:
-            raise
-        yield _event(error_object(api_error(error)))
-    yield DONE
-
-
-def _event(content: Json) -> bytes:
-    return b"data: " + to_json(content) + b"\n\n"
 
 
 def error_object(error: ApiError) -> Json:
@@ -100,7 +61,8 @@ def error_object(error: ApiError) -> Json:
     return {"error": {"message": error.message, "type": kind, "param": error.param, "code": error.code}}
 
 
-class OpenAIAnswer(ABC):
+class OpenAIAnswer(Answer):
+    end_of_stream = b"data: [DONE]\n\n"
     kinds: ClassVar[tuple[str, str, str]]
     """What an answer, a chunk and the call's id are called."""
 
@@ -113,7 +75,8 @@ class OpenAIAnswer(ABC):
     def usage(self) -> Json:
         return {**self.call.usage, "total_tokens": self.call.usage.total()}
 
-    def whole(self, choices: Sequence[Json]) -> Json:
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        choices = [self.choice(delta) for delta in deltas]
         return {**self._head, "object": self.kinds[0], "choices": choices, "usage": self.usage}
 
     def chunk(self, choices: Sequence[Json]) -> Json:
@@ -123,8 +86,15 @@ class OpenAIAnswer(ABC):
     def choice(self, delta: Delta) -> Json:
         """What a delta adds to its choice; the whole choice where it is the only one."""
 
-    def chunks(self, delta: Delta) -> list[Json]:
+    def events(self, delta: Delta) -> Iterable[Json]:
         return [self.chunk([self.choice(delta)])]
+
+    def last_events(self) -> Iterable[Json]:
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            yield {**self.chunk([]), "usage": self.usage}
+
+    def error_event(self, error: ApiError) -> Json:
+        return error_object(error)
 
     def _choice_json(self, delta: Delta, content: Json, logprobs: Json | None) -> Json:
         reason = None
@@ -144,6 +114,10 @@ class TextAnswer(OpenAIAnswer):
 
     def choice(self, delta: Delta) -> Json:
         content: Json = {"text": delta.text}
+        if delta.first and self.body.echo:
+            prompt = self.call.prompts[delta.index // self.call.choices]
+            assert isinstance(prompt, str)
+            content["text"] = prompt + delta.text
         if delta.first and self.body.return_token_ids:
             content["prompt_token_ids"] = delta.prompt
         return self._choice_json(delta, content, None if self.body.logprobs is None else self._logprobs(delta))
@@ -161,29 +135,30 @@ class TextAnswer(OpenAIAnswer):
 
 class ChatAnswer(OpenAIAnswer):
     kinds = ("chat.completion", "chat.completion.chunk", "chatcmpl")
-    _prompt: Sequence[int] = ()
 
-    def whole(self, choices: Sequence[Json]) -> Json:
-        more = {"prompt_token_ids": self._prompt} if self.body.return_token_ids else {}
-        return {**super().whole(choices), **more}
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        more = {"prompt_token_ids": deltas[0].prompt} if self.body.return_token_ids else {}
+        return {**super().whole(deltas), **more}
 
     def choice(self, delta: Delta) -> Json:
         assert delta.choice is not None
-        self._prompt = delta.prompt
         message = delta.choice.message
         content: Json = {"role": "assistant", "content": message.content, "refusal": None}
-        content |= self._more(delta.index, message)
+        content |= {"reasoning_content": message.reasoning} if message.reasoning else {}
+        content |= self._calls(delta.index, message)
         if message.tool_calls and not message.content:
             content["content"] = None
         return self._choice_json(delta, {"message": content}, self._logprobs(delta))
 
-    def chunks(self, delta: Delta) -> list[Json]:
+    def events(self, delta: Delta) -> Iterable[Json]:
         content: Json = {"role": "assistant", "content": ""} if delta.first else {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
         if delta.text:
             content["content"] = delta.text
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        content |= self._more(delta.index, delta.choice.message)
+        content |= self._calls(delta.index, delta.choice.message)
         for number, call in enumerate(content.get("tool_calls", ())):
             call["index"] = number
         last = self._chunk(replace(delta, tokens=[], token_texts=[], logprobs=[]), {})
@@ -192,18 +167,17 @@ class ChatAnswer(OpenAIAnswer):
     def _chunk(self, delta: Delta, content: Json) -> Json:
         return self.chunk([self._choice_json(delta, {"delta": content}, self._logprobs(delta))])
 
-    def _more(self, index: int, message: Message) -> Json:
-        """Tool calls and reasoning, where there are any."""
+    def _calls(self, index: int, message: Message) -> Json:
+        """Tool calls, where there are any."""
         calls = [
             {
-                "id": call.id or f"call-{self.call.id}-{index}-{number}",
+                "id": call.id,
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
             }
-            for number, call in enumerate(message.tool_calls)
+            for call in with_call_ids(message, self.call.id, index).tool_calls
         ]
-        reasoning = {"reasoning_content": message.reasoning} if message.reasoning else {}
-        return {**({"tool_calls": calls} if calls else {}), **reasoning}
+        return {"tool_calls": calls} if calls else {}
 
     def _logprobs(self, delta: Delta) -> Json | None:
         if not self.body.logprobs:
@@ -214,34 +188,3 @@ class ChatAnswer(OpenAIAnswer):
                 for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
             ]
         }
-
-
-class JsonResponse(JSONResponse):
-    """JSON in ASCII: text of a client that comes back in an error may hold what UTF-8 cannot."""
-
-    def render(self, content: Any) -> bytes:
-        return to_json(content)
-
-
-class EventStream(Response):
-    """Server-sent events. However the response ends, `events` is closed, and with it the engine work behind it."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            body = await anext(events)  # what fails before it is answered with a status of its own
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            async for body in events:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-def to_json(content: Any) -> bytes:
-    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

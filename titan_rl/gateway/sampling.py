@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.gateway.callers import Caller
-from titan_rl.gateway.calls import ApiError, CompletionCall, Delta, Fleet, ServedPolicy
+from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta, Fleet, ServedPolicy
 from titan_rl.gateway.choices import ChoiceReader
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
@@ -38,6 +38,12 @@ class Sampler:
         self._metrics = metrics
         self._max_choices = max_choices
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
+
+    async def count_tokens(self, chat: Chat, caller: Caller, *, model: str) -> int:
+        """Of the prompt that a chat would be. Raises as `whole`."""
+        self.policy.check_name(model)
+        CompletionCall(id="", prompts=[chat]).check_length(self.policy)
+        return len((await in_turn(self._thread, functools.partial(caller.prompt, chat))).token_ids)
 
     async def whole(self, call: CompletionCall, caller: Caller) -> list[Delta]:
         """Every choice, in one delta, once all are sampled. Raises ApiError, TitanError: the call is refused, or

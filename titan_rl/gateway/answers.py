@@ -1,0 +1,108 @@
+"""Answers over HTTP, in any dialect: a body, or a stream of events.
+
+- The events of an answer, put together, are the answer that a client gets that does not stream.
+- The first event waits for the first token, so a failure until then has a status of its own.
+- A stream that has begun ends with its error as an event.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from titan_rl.errors import TitanError
+from titan_rl.gateway.callers import CALLER, Caller
+from titan_rl.gateway.calls import ApiError, CompletionCall, Delta, api_error
+from titan_rl.gateway.sampling import Sampler
+
+Json = dict[str, Any]
+
+
+class Answer(ABC):
+    """One answer, as a client of its dialect reads it."""
+
+    call: CompletionCall
+    end_of_stream: ClassVar[bytes] = b""
+
+    @abstractmethod
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        """The body; every delta has its choice."""
+
+    @abstractmethod
+    def events(self, delta: Delta) -> Iterable[Json]:
+        """What a delta tells a client that streams."""
+
+    def last_events(self) -> Iterable[Json]:
+        """What follows the last delta."""
+        return ()
+
+    @abstractmethod
+    def error_event(self, error: ApiError) -> Json:
+        """What ends a stream that failed."""
+
+
+async def respond(sampler: Sampler, answer: Answer, request: Request, *, model: str, stream: bool) -> Response:
+    sampler.policy.check_name(model)
+    caller = request.scope[CALLER]
+    if stream:
+        return EventStream(_events(sampler, answer, caller))
+    return JsonResponse(answer.whole(await sampler.whole(answer.call, caller)))
+
+
+async def _events(sampler: Sampler, answer: Answer, caller: Caller) -> AsyncGenerator[bytes, None]:
+    begun = False
+    try:
+        async with aclosing(sampler.stream(answer.call, caller)) as deltas:
+            async for delta in deltas:
+                yield b"".join(map(_event, answer.events(delta)))
+                begun = True
+        yield b"".join(map(_event, answer.last_events()))
+    except (ApiError, TitanError) as error:
+        if not begun:
+            raise
+        yield _event(answer.error_event(api_error(error)))
+    yield answer.end_of_stream
+
+
+def _event(content: Json) -> bytes:
+    """Dialects whose events have a type name them by it."""
+    name = b"event: " + content["type"].encode() + b"\n" if "type" in content else b""
+    return name + b"data: " + to_json(content) + b"\n\n"
+
+
+class JsonResponse(JSONResponse):
+    """JSON in ASCII: text of a client that comes back in an error may hold what UTF-8 cannot."""
+
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+class EventStream(Response):
+    """Server-sent events. However the response ends, `events` is closed, and with it the engine work behind it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            body = await anext(events)  # what fails before it is answered with a status of its own
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            async for body in events:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def to_json(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

@@ -1,0 +1,260 @@
+"""Anthropic's Messages: content blocks in, content blocks or events out.
+
+Thinking is shown to clients that ask for it. Others take the first block for the answer's text.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from titan_rl import types
+from titan_rl.gateway import bodies
+from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
+from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Hint, Many, ReturnedPart, Strict, text_of
+from titan_rl.gateway.callers import CALLER
+from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
+from titan_rl.gateway.sampling import Sampler
+from titan_rl.types import Message, ToolSpec
+
+ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+ERRORS |= {503: "overloaded_error", 504: "timeout_error"}
+
+
+class TextBlock(Strict):
+    type: Literal["text"]
+    text: str
+    cache_control: Hint = None
+    citations: Hint = None
+
+    def message(self, role: str) -> Message:
+        return Message(role, self.text)
+
+
+class ThinkingBlock(ReturnedPart):
+    type: Literal["thinking"]
+    thinking: str
+
+    def message(self, role: str) -> Message:
+        return Message(role, "", reasoning=self.thinking)
+
+
+class CallBlock(ReturnedPart):
+    type: Literal["tool_use"]
+    id: str
+    name: bodies.ToolName
+    input: dict[str, Any]
+
+    def message(self, role: str) -> Message:
+        return Message(role, "", (types.ToolCall(self.name, self.input, id=self.id),))
+
+
+class ResultBlock(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Many[TextBlock] | None = None
+    is_error: Hint = None
+    """The policy reads what the content says."""
+    cache_control: Hint = None
+
+    def message(self, role: str) -> Message:
+        return Message("tool", text_of(self.content), tool_call_id=self.tool_use_id)
+
+
+class ClientMessage(Strict):
+    role: Literal["user", "system"]
+    content: str | Many[Annotated[TextBlock | ResultBlock, Field(discriminator="type")]]
+
+
+class AssistantMessage(ReturnedPart):
+    role: Literal["assistant"]
+    content: str | Many[Annotated[TextBlock | ThinkingBlock | CallBlock, Field(discriminator="type")]]
+
+
+def _messages(message: ClientMessage | AssistantMessage) -> list[Message]:
+    if isinstance(message.content, str):
+        return [Message(message.role, message.content)]
+    return bodies.joined(block.message(message.role) for block in message.content) or [Message(message.role, "")]
+
+
+class Tool(Strict):
+    type: Literal["custom"] | None = None
+    name: bodies.ToolName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: Hint = None
+    eager_input_streaming: Hint = None
+
+
+class ToolChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    """Of type "tool"."""
+    disable_parallel_tool_use: bool | None = None
+
+
+class JsonFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    effort: Hint = None
+    format: JsonFormat | None = None
+
+
+class CountTokensRequest(Strict):
+    model: bodies.ModelName
+    messages: Annotated[
+        list[Annotated[ClientMessage | AssistantMessage, Field(discriminator="role")]],
+        Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+    ]
+    system: str | Many[TextBlock] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    output_config: OutputConfig = OutputConfig()
+    thinking: dict[str, Any] | None = None
+    """The policy thinks as it has learned to. Unless its type is "disabled", the client sees it."""
+    cache_control: Hint = None
+
+    def chat(self) -> Chat:
+        declared = [] if self.tool_choice.type == "none" else self.tools or []
+        tools = [ToolSpec(each.name, each.description or "", each.input_schema) for each in declared]
+        system = [Message("system", text_of(self.system))] if self.system else []
+        return Chat([*system, *(each for message in self.messages for each in _messages(message))], tools)
+
+
+class MessagesRequest(CountTokensRequest):
+    metadata: Hint = None
+    service_tier: Hint = None
+    max_tokens: bodies.Count
+    stream: bool | None = None
+    stop_sequences: bodies.Stops | None = None
+    temperature: bodies.Temperature | None = None
+    top_p: bodies.TopP | None = None
+    top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+    def call(self, call_id: str) -> CompletionCall:
+        chat, choice, wanted = self.chat(), self.tool_choice, self.output_config.format
+        form = bodies.answer_form(
+            chat.tools,
+            "tool_choice",
+            [choice.name] if choice.type == "tool" else None,
+            must_call=choice.type in ("any", "tool"),
+            schema=wanted.schema_ if wanted else None,
+            strict=any(tool.strict for tool in self.tools or ()),
+            parallel=not choice.disable_parallel_tool_use,
+        )
+        return CompletionCall(
+            id=call_id,
+            prompts=[chat],
+            max_new_tokens=self.max_tokens,
+            stop=self.stop_sequences or (),
+            drawing=bodies.given(self, ("temperature", "top_p", "top_k")),
+            answer=form,
+        )
+
+
+def routes(sampler: Sampler) -> APIRouter:
+    router = APIRouter(prefix="/v1/messages")
+
+    @router.post("")
+    async def create_message(body: MessagesRequest, request: Request) -> Response:
+        """What the policy says next in a conversation."""
+        answer = MessageAnswer(body, sampler.policy.name)
+        return await respond(sampler, answer, request, model=body.model, stream=bool(body.stream))
+
+    @router.post("/count_tokens")
+    async def count_message_tokens(body: CountTokensRequest, request: Request) -> Response:
+        """How many tokens the policy would read."""
+        count = await sampler.count_tokens(body.chat(), request.scope[CALLER], model=body.model)
+        return JsonResponse({"input_tokens": count})
+
+    return router
+
+
+def error_object(error: ApiError) -> Json:
+    kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message, "code": error.code}}
+
+
+class MessageAnswer(Answer):
+    def __init__(self, body: MessagesRequest, model: str) -> None:
+        self.call = body.call(f"msg_{uuid.uuid4().hex}")
+        self._thinks = (body.thinking or {}).get("type", "disabled") != "disabled"
+        self._head = {"id": self.call.id, "type": "message", "role": "assistant", "model": model}
+        self._index = -1  # of the block that was begun last
+        self._open = ""  # its type, while its text grows
+
+    def whole(self, deltas: Sequence[Delta]) -> Json:
+        (delta,) = deltas
+        content: list[Json] = []
+        if self._thinks and delta.reasoning:
+            content.append({"type": "thinking", "thinking": delta.reasoning, "signature": self.call.id})
+        if delta.text or delta.is_empty:
+            content.append({"type": "text", "text": delta.text})
+        content += self._calls(delta)
+        return {**self._head, "content": content, **self._reason(delta), "usage": self._usage(delta)}
+
+    def events(self, delta: Delta) -> Iterator[Json]:
+        if delta.first:
+            begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+            yield {"type": "message_start", "message": {**begun, "usage": self._usage(delta) | {"output_tokens": 0}}}
+        if self._thinks and delta.reasoning:
+            yield from self._write("thinking", delta.reasoning)
+        if delta.text or delta.is_empty:
+            yield from self._write("text", delta.text)
+        if delta.choice is None:
+            return
+        yield from self._close()
+        for call in self._calls(delta):
+            yield self._begin({**call, "input": {}})
+            yield self._event("delta", delta={"type": "input_json_delta", "partial_json": json.dumps(call["input"])})
+            yield self._event("stop")
+        yield {"type": "message_delta", "delta": self._reason(delta), "usage": self._usage(delta)}
+        yield {"type": "message_stop"}
+
+    def error_event(self, error: ApiError) -> Json:
+        return error_object(error)
+
+    def _calls(self, last: Delta) -> list[Json]:
+        assert last.choice is not None
+        calls = bodies.with_call_ids(last.choice.message, self.call.id).tool_calls
+        return [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in calls]
+
+    def _reason(self, last: Delta) -> Json:
+        choice = last.choice
+        assert choice is not None
+        reason = "tool_use" if choice.message.tool_calls else "end_turn" if choice.stopped else "max_tokens"
+        stop = choice.stop_text if reason == "end_turn" else ""
+        return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop or None}
+
+    def _usage(self, delta: Delta) -> Json:
+        return {"input_tokens": len(delta.prompt), "output_tokens": self.call.usage["completion_tokens"]}
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        return {"type": f"content_block_{kind}", "index": self._index, **fields}
+
+    def _begin(self, block: Json) -> Json:
+        self._index += 1
+        return self._event("start", content_block=block)
+
+    def _write(self, kind: str, text: str) -> Iterator[Json]:
+        if self._open != kind:
+            yield from self._close()
+            self._open = kind
+            yield self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        yield self._event("delta", delta={"type": f"{kind}_delta", kind: text})
+
+    def _close(self) -> Iterator[Json]:
+        """End the block whose text grows, if there is one."""
+        if self._open == "thinking":
+            yield self._event("delta", delta={"type": "signature_delta", "signature": self.call.id})
+        if self._open:
+            yield self._event("stop")
+        self._open = ""

@@ -1,0 +1,129 @@
+"""What the bodies of all dialects share.
+
+- A field that is not declared is refused by name, never ignored: whoever sends it expects another answer.
+- Hints are declared and not used, because agent frameworks send them with every call.
+- Part of an earlier answer comes back as its client keeps it, with fields of its own: those are not read.
+- A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
+- Types are strict: no number is read out of a text, no flag out of a number.
+- However a dialect cuts a conversation into parts, the policy reads the same messages.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from titan_rl.chat.renderer import AnswerForm
+from titan_rl.gateway.calls import ApiError
+from titan_rl.types import Message, ToolSpec
+
+MOST_FIELDS = 64
+"""Of one object: each that is unknown has a sentence in the refusal."""
+LARGEST_INTEGER = 2**63 - 1
+MOST_STOPS = 16
+MOST_TOOLS = 128
+MOST_MESSAGES = 4096
+"""Also parts of one message."""
+
+T = TypeVar("T")
+Many = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+ModelName = Annotated[str, Field(max_length=1024)]
+ToolName = Annotated[str, Field(min_length=1, max_length=256)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Seed = Annotated[int, Field(ge=-LARGEST_INTEGER - 1, le=LARGEST_INTEGER)]
+Temperature = Annotated[float, Field(ge=0, le=2)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Hint = Any
+
+
+def _object(text: str) -> str:
+    text = text or "{}"
+    with suppress(ValueError, RecursionError):
+        if isinstance(json.loads(text), dict):
+            return text
+    raise ValueError("the arguments of a call must be a JSON object, as text")
+
+
+Arguments = Annotated[str, AfterValidator(_object)]
+"""A JSON object, as text; some frameworks write none as an empty text."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"an object has at most {MOST_FIELDS} fields, not {len(value)}")
+        return value
+
+
+class ReturnedPart(Strict):
+    """Part of an earlier answer: what it has besides these fields says nothing to the policy."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+def text_of(content: Any) -> str:
+    """Of nothing, a text, or parts with texts."""
+    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
+
+
+def given(body: BaseModel, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the fields that the client set."""
+    return {name: value for name in names if (value := getattr(body, name)) is not None}
+
+
+def joined(parts: Iterable[Message]) -> list[Message]:
+    """Messages that a dialect has in parts: neighbours of one role are one message, but for the answers of tools."""
+    messages: list[Message] = []
+    for role, group in groupby(parts, lambda part: part.role):
+        if role == "tool":
+            messages += group
+            continue
+        same = list(group)
+        calls = tuple(call for part in same for call in part.tool_calls)
+        text, reasoning = "".join(part.content for part in same), "".join(part.reasoning for part in same)
+        messages.append(Message(role, text, calls, reasoning=reasoning))
+    return messages
+
+
+def with_call_ids(message: Message, call_id: str, index: int = 0) -> Message:
+    """Every tool call has an id to which its answer can refer."""
+    named = (
+        call._replace(id=call.id or f"call-{call_id}-{index}-{number}")
+        for number, call in enumerate(message.tool_calls)
+    )
+    return message._replace(tool_calls=tuple(named))
+
+
+def answer_form(
+    tools: Sequence[ToolSpec],
+    field: str,
+    names: Sequence[str] | None,
+    *,
+    must_call: bool,
+    schema: dict[str, Any] | None,
+    strict: bool,
+    parallel: bool = True,
+) -> AnswerForm | None:
+    """What an answer must be, by the `field` of a body that chooses among its tools; None: anything. Raises ApiError.
+
+    `names`: tools that may be called; None: all. `strict`: calls that are not forced follow their schemas too.
+    """
+    names = [tool.name for tool in tools] if names is None else names
+    missing = [name for name in names if all(tool.name != name for tool in tools)]
+    if missing or (must_call and not names):
+        problem = f"there is no tool {missing[0]!r}" if missing else "it needs tools"
+        raise ApiError(400, f"{field}: {problem}", param=field, code="invalid_request")
+    if schema is None and not (tools and (strict or not parallel or must_call or len({*names}) < len(tools))):
+        return None
+    callable_ = [tool for tool in tools if tool.name in names]
+    return AnswerForm(schema, callable_, parallel=parallel, must_call=must_call)
