@@ -43,7 +43,9 @@ def ask(contents=USER, **options):
 
 
 def models():
-    assert [each.name for each in client.models.list()] == [f"models/{MODEL}"]
+    """`/v1/models` is OpenAI's list."""
+    beta = genai.Client(http_options=types.HttpOptions(api_version="v1beta"))
+    assert [each.name for each in beta.models.list()] == [f"models/{MODEL}"]
 
 
 def text():
