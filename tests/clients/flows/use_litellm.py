@@ -111,4 +111,3 @@ if __name__ == "__main__":
     anthropic = {**OPENAI, "api_base": URL.removesuffix("/v1"), "model": f"anthropic/{MODEL}"}
     play(responses, responses_streamed, over={"openai": OPENAI})
     play(anthropic_messages, anthropic_messages_tool, over={"openai": OPENAI, "anthropic": anthropic})
-    play(text, stream, tool_named, over={"anthropic": anthropic})
