@@ -206,7 +206,7 @@ class MessageAnswer(Answer):
 
     def events(self, delta: Delta) -> Iterator[Json]:
         if delta.first:
-            begun = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
+            begun: Json = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
             yield {"type": "message_start", "message": {**begun, "usage": self._usage(delta) | {"output_tokens": 0}}}
         if self._thinks and delta.reasoning:
             yield from self._write("thinking", delta.reasoning)

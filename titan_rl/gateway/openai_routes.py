@@ -106,6 +106,7 @@ class OpenAIAnswer(Answer):
 
 class TextAnswer(OpenAIAnswer):
     kinds = ("text_completion", "text_completion", "cmpl")
+    body: CompletionRequest
 
     def __init__(self, body: CompletionRequest, policy: ServedPolicy) -> None:
         super().__init__(body, policy)

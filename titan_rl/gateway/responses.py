@@ -229,8 +229,8 @@ def routes(sampler: Sampler) -> APIRouter:
     return router
 
 
-TOLD = ("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning")
-TOLD += ("store", "temperature", "text", "tool_choice", "tools", "top_p", "user")
+TOLD = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
+TOLD |= {"store", "temperature", "text", "tool_choice", "tools", "top_p", "user"}
 """Fields of a body that its response repeats."""
 PARTS = {"reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text")}
 """Kind of an item → how its id begins, and what its content is."""
@@ -245,8 +245,8 @@ class ResponseAnswer(Answer):
         self._messages = messages
         self._keep = keep if body.store is not False else None
         told = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
-        told |= body.model_dump(by_alias=True, exclude_none=True, include={*TOLD})
-        nothing = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+        told |= body.model_dump(by_alias=True, exclude_none=True, include=TOLD)
+        nothing: Json = {"error": None, "incomplete_details": None, "output": [], "usage": None}
         self._head = {"id": self.call.id, "object": "response", "created_at": int(time.time()), "model": model}
         self._head |= {"status": "in_progress", **told, **nothing}
         self._events = 0
@@ -342,5 +342,5 @@ def _part(kind: str, text: str) -> Json:
 
 
 def _item(kind: str, item_id: str, text: str, status: str) -> Json:
-    more = {"role": "assistant", "status": status} if kind == "message" else {"summary": []}
+    more: Json = {"role": "assistant", "status": status} if kind == "message" else {"summary": []}
     return {"id": item_id, "type": kind, **more, "content": [_part(kind, text)]}
