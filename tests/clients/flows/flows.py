@@ -5,6 +5,7 @@ one event loop, as the connections of their client do.
 """
 
 import asyncio
+import atexit
 import inspect
 import json
 import os
@@ -17,6 +18,7 @@ MODEL = os.environ["MODEL"]
 URL = os.environ["OPENAI_BASE_URL"]
 KEY = os.environ["OPENAI_API_KEY"]
 RUNNER = asyncio.Runner()
+atexit.register(RUNNER.close)
 
 
 def play(*flows: Callable[..., Any], over: Mapping[str, Any] | None = None) -> None:
