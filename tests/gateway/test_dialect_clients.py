@@ -257,6 +257,7 @@ async def test_tokens_are_counted_as_they_will_be_read(chat: Renderer) -> None:
     for name, path, found in (
         ("anthropic", "/v1/messages/count_tokens", "input_tokens"),
         ("gemini", f"/v1beta/models/{MODEL}:countTokens", "totalTokens"),
+        ("gemini", f"/v1/models/{MODEL}:countTokens", "totalTokens"),
     ):
         body = DIALECTS[name].body(user(DIALECTS[name], "hi"))
         counted = {key: value for key, value in body.items() if key not in ("max_tokens", "generationConfig")}

@@ -180,7 +180,10 @@ def routes(sampler: Sampler) -> APIRouter:
 
 def error_object(error: ApiError) -> Json:
     kind = ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message, "code": error.code}}
+    told: Json = {"type": kind, "message": error.message, "code": error.code}
+    if error.param == "thread":  # no conversation is kept: its client goes on by sending the whole one
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": told}
 
 
 class MessageAnswer(Answer):

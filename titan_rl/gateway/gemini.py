@@ -212,30 +212,33 @@ class CountContentRequest(Camel):
 
 
 def routes(sampler: Sampler) -> APIRouter:
-    router = APIRouter(prefix="/v1beta/models")
+    router = APIRouter()
     name, length = sampler.policy.name, sampler.policy.max_model_len
     listed = {"name": f"models/{name}", "displayName": name, "inputTokenLimit": length, "outputTokenLimit": length}
     listed["supportedGenerationMethods"] = ["generateContent", "countTokens"]
 
-    @router.post("/{model:path}:generateContent")
+    @router.post("/v1/models/{model:path}:generateContent")
+    @router.post("/v1beta/models/{model:path}:generateContent")
     async def generate_content(model: str, body: GenerateContentRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
         return await respond(sampler, ContentAnswer(body, name), request, model=model, stream=False)
 
-    @router.post("/{model:path}:streamGenerateContent")
+    @router.post("/v1/models/{model:path}:streamGenerateContent")
+    @router.post("/v1beta/models/{model:path}:streamGenerateContent")
     async def stream_content(
         model: str, body: GenerateContentRequest, alt: Literal["sse"], request: Request
     ) -> Response:
         """The same as it is sampled."""
         return await respond(sampler, ContentAnswer(body, name), request, model=model, stream=True)
 
-    @router.post("/{model:path}:countTokens")
+    @router.post("/v1/models/{model:path}:countTokens")
+    @router.post("/v1beta/models/{model:path}:countTokens")
     async def count_content_tokens(model: str, body: CountContentRequest, request: Request) -> Response:
         """How many tokens the policy would read."""
         count = await sampler.count_tokens(Chat(messages_of(body.contents)), request.scope[CALLER], model=model)
         return JsonResponse({"totalTokens": count})
 
-    @router.get("")
+    @router.get("/v1beta/models")
     async def listed_models() -> Response:
         """The one model there is."""
         return JsonResponse({"models": [listed]})
