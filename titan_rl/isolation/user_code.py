@@ -34,13 +34,11 @@ from titan_rl.isolation.wire import (
     LONGEST_SHOWN,
     CallKind,
     CallResult,
-    Conversation,
     DemonstrationMessages,
     EnvironmentSetup,
     ExamplePrompt,
     Failure,
     Frames,
-    Reply,
     TaskCheck,
     TaskInfo,
     UserCall,
@@ -186,12 +184,11 @@ class UserCode:
         reply = self._environment.respond(example, transcript)
         return _reply(await reply if inspect.isawaitable(reply) else reply)
 
-    def _transcript(self, conversation: Conversation, example: Example) -> Transcript:
+    def _transcript(self, conversation: Transcript, example: Example) -> Transcript:
         state = conversation.state
         if state is None:  # pickled, so that no rollout changes what the example holds
             state = _pickled(self._environment.initial_state(example), "initial_state")
-        unpickled = None if state is None else pickle.loads(state)
-        return Transcript(conversation.messages, conversation.finish_reasons, unpickled, conversation.tokens)
+        return conversation._replace(state=None if state is None else pickle.loads(state))
 
     async def _call_tool(self, call: ToolCall, state: Any = None) -> Message:
         try:
@@ -247,14 +244,20 @@ def _demonstration(shown: Demonstration) -> DemonstrationMessages:
     return DemonstrationMessages(prompt, messages, has_answer=shown.answer is not None)
 
 
-def _reply(reply: EnvironmentReply) -> Reply:
+def _reply(reply: EnvironmentReply) -> EnvironmentReply:
     if not isinstance(reply, EnvironmentReply):
         raise TaskError(f"respond returned {type(reply).__name__}, expected EnvironmentReply")
     if not reply.done and not reply.messages:
         raise TaskError("respond returned neither messages nor done: the policy would speak to itself")
     reward = None if reply.reward is None else number_of("respond", reply.reward, " the reward")
-    state = _pickled(reply.state, "respond")
-    return Reply(plain(reply.messages), bool(reply.done), state, reward, str(reply.role), bool(reply.anew))
+    return EnvironmentReply(
+        messages=plain(reply.messages),
+        done=bool(reply.done),
+        state=_pickled(reply.state, "respond"),
+        reward=reward,
+        role=str(reply.role),
+        anew=bool(reply.anew),
+    )
 
 
 def _pickled(state: object, method: str) -> bytes | None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.base import EnvironmentReply
-from titan_rl.environments.rubric import Score
+from titan_rl.environments.rubric import Score, Transcript
 from titan_rl.errors import (
     GeneratorFailed,
     InfrastructureFailed,
@@ -34,7 +34,7 @@ from titan_rl.errors import (
     TitanError,
 )
 from titan_rl.isolation.pool import UserCodePool
-from titan_rl.isolation.wire import CallKind, Conversation, Reply, TaskInfo, UserCall
+from titan_rl.isolation.wire import CallKind, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import ended, failure_of
 from titan_rl.rollout.samples import Turn, check
@@ -177,7 +177,7 @@ class OpenRollout:
         self.played_by_program = programs is not None
         self.multi_turn = info.multi_turn  # whether the environment answers the policy
         self.tools = info.tools  # tools that the policy may call
-        self.scored: Conversation | None = None  # the conversation that was last scored
+        self.scored: Transcript | None = None  # the conversation that was last scored
         self._pool = pool
         self._programs = programs
         self._state: bytes | None = None
@@ -214,7 +214,7 @@ class OpenRollout:
         """The environment's answer to the conversation so far, whose messages the caller adds. Keeps the environment's
         new state, and the reward and the role of the turn; where a conversation begins anew, the messages so far are
         put aside. Raises TaskError if user code failed."""
-        reply: Reply = await self._call(CallKind.RESPOND)
+        reply: EnvironmentReply = await self._call(CallKind.RESPOND)
         self._state = self._state if reply.state is None else reply.state
         turns = self.trajectory.turns[self._answered :]
         self._answered += len(turns)
@@ -228,7 +228,7 @@ class OpenRollout:
             sides = self.trajectory.side_conversations
             sides[:] = [*(each for each in sides if not extends(self.messages, each)), tuple(self.messages)]
             self.messages = []
-        return EnvironmentReply(messages=reply.messages, done=reply.done, reward=reply.reward, role=reply.role)
+        return reply
 
     async def call_tools(self) -> Sequence[Message]:
         """The answers to the tool calls of the last message. Keeps the state that they left. Raises TaskError if a tool
@@ -255,10 +255,10 @@ class OpenRollout:
         request = self.trajectory.request
         return ended(request.group, request.sample, **failure_of(error))
 
-    def _conversation(self) -> Conversation:
+    def _conversation(self) -> Transcript:
         turns = self.trajectory.graded_last
         reasons, tokens = (turn.finish_reason for turn in turns), (len(turn.completion.token_ids) for turn in turns)
-        return Conversation(tuple(self.messages), tuple(reasons), self._state, tuple(tokens))
+        return Transcript(tuple(self.messages), tuple(reasons), self._state, tuple(tokens))
 
     async def _call(self, kind: CallKind) -> Any:
         group = self.trajectory.request.group
