@@ -50,7 +50,7 @@ async def environment(cls="Unruly", *, step_seconds=20.0, start_seconds=60.0, he
 async def test_a_defect_of_the_pool_itself_fails_its_calls(monkeypatch):
     async with environment() as process:
         monkeypatch.setattr(process, "_fork", lambda: 1 / 0)
-        with pytest.raises(TaskError, match="its pool crashed: ZeroDivisionError"):
+        with pytest.raises(TaskError, match="could not be run: division by zero"):
             async with asyncio.timeout(60):
                 await process.call(UserCall(CallKind.EXAMPLE, Purpose.TRAIN, 0))
 
