@@ -52,12 +52,8 @@ _OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
 _FIRST = ("reward", "held-out", "staleness", "tokens/s")
 """Numbers that are shown before others, in this order."""
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE, _LONGEST_CURVE = 16, 64
-"""Characters of the curve of rewards, in a narrow terminal and at most."""
-_METER = 8
-"""Characters of a mesh's meter; twice as many in a wide terminal."""
-_WIDE = 120
-"""Columns of one."""
+_CURVE, _METER = 16, 8
+"""Characters of the curve of rewards, and of a mesh's meter."""
 
 _log = logging.getLogger(__name__)
 
@@ -241,8 +237,7 @@ class RunDisplay:
 
     def _number(self, name: str, value: str) -> Text:
         text = Text.assemble((name, "dim"), " ", (value, "bold"), no_wrap=True)
-        width = max(_CURVE, min(_LONGEST_CURVE, self._console.width - 100))
-        return text.append(f" {curve(self._rewards, width):<{width}}", "cyan") if name == "reward" else text
+        return text.append(f" {curve(self._rewards):<{_CURVE}}", "cyan") if name == "reward" else text
 
     def _table(self, meshes: Mapping[str, MeshState], now: float, width: int) -> RenderableType:
         table = Table.grid(padding=(0, 2), expand=True)
@@ -256,7 +251,7 @@ class RunDisplay:
             if self._training and mesh.took is not None and doing == READY and share is None:
                 idle.append(name)
                 continue
-            last = "" if share is None else _meter(share, _METER * (1 + (self._console.width >= _WIDE)))
+            last = "" if share is None else _meter(share)
             if mesh.took is None:
                 last = f"{now - mesh.since:.0f} s"
             elif not self._training:
@@ -289,9 +284,9 @@ class RunDisplay:
         }
 
 
-def curve(values: Sequence[float], width: int = _CURVE) -> str:
-    """Numbers as a line of bars, between the least and the largest; of more than `width` the means of neighbours."""
-    count = min(width, len(values))
+def curve(values: Sequence[float]) -> str:
+    """Numbers as a line of bars, between the least and the largest; of more than `_CURVE` the means of neighbours."""
+    count = min(_CURVE, len(values))
     parts = [values[len(values) * place // count : len(values) * (place + 1) // count] for place in range(count)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means, default=0.0), max(means, default=0.0)
@@ -299,9 +294,9 @@ def curve(values: Sequence[float], width: int = _CURVE) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _meter(share: float, width: int) -> Text:
-    full = round(min(1.0, max(0.0, share)) * width)
-    return Text.assemble(("█" * full, "cyan"), ("░" * (width - full), "dim"), f" {share:4.0%}")
+def _meter(share: float) -> Text:
+    full = round(min(1.0, max(0.0, share)) * _METER)
+    return Text.assemble(("█" * full, "cyan"), ("░" * (_METER - full), "dim"), f" {share:4.0%}")
 
 
 def _minutes(seconds: float) -> str:
