@@ -162,23 +162,16 @@ class GroupRunner:
             return rollouts
         call = UserCall(CallKind.SCORE_GROUP, request.purpose, request.group_id, group=tuple(graded.values()))
         try:
-            scores = dict(zip(graded, await self.pool.call(call), strict=True))
+            scores = await self.pool.call(call)
         except TaskError as error:
-            failed = {"reward": 0.0, "reward_parts": {}, **failure_of(error)}
-            return tuple(
-                msgspec.structs.replace(rollout, **failed) if rollout.sample in graded else rollout
-                for rollout in rollouts
-            )
-
-        def compared(rollout: RolloutRecord) -> RolloutRecord:
-            if rollout.sample not in scores:
-                return rollout
-            reward, parts = scores[rollout.sample]
-            return msgspec.structs.replace(
-                rollout, reward=rollout.reward + reward, reward_parts=rollout.reward_parts | parts
-            )
-
-        return tuple(map(compared, rollouts))
+            changes = dict.fromkeys(graded, {"reward": 0.0, "reward_parts": {}, **failure_of(error)})
+        else:
+            before = {rollout.sample: rollout for rollout in rollouts}
+            changes = {
+                sample: {"reward": before[sample].reward + reward, "reward_parts": before[sample].reward_parts | parts}
+                for sample, (reward, parts) in zip(graded, scores, strict=True)
+            }
+        return tuple(msgspec.structs.replace(rollout, **changes.get(rollout.sample, {})) for rollout in rollouts)
 
     async def _demonstrate(self, request: GroupRequest) -> GroupResult:
         first = request.group_id * request.samples

@@ -138,12 +138,12 @@ class Rollouter:
             if turn.message.tool_calls:
                 if last:
                     return StopReason.MAX_TURNS
-                rollout.messages += await rollout.call_tools()
+                rollout.messages.extend(await rollout.call_tools())
             elif not rollout.multi_turn:
                 return StopReason(turn.finish_reason.value)
             else:
                 reply = await rollout.respond()
-                rollout.messages += reply.messages
+                rollout.messages.extend(reply.messages)
                 if reply.done or last:
                     return StopReason.DONE if reply.done else StopReason.MAX_TURNS
             prompt = trajectory.prompt_of_chat(rollout.messages, rollout.tools)
@@ -188,10 +188,6 @@ class OpenRollout:
         """The conversation that will be graded."""
         return self.trajectory.messages
 
-    @messages.setter
-    def messages(self, messages: list[Message]) -> None:
-        self.trajectory.messages = messages
-
     async def run_program(self) -> StopReason:
         """Let the environment's program play; raises as `Programs.run`. Its trajectory takes the place of the one here
         when it ends, however it ends. The state that it returns is kept."""
@@ -227,7 +223,7 @@ class OpenRollout:
         if reply.anew and not reply.done:
             sides = self.trajectory.side_conversations
             sides[:] = [*(each for each in sides if not extends(self.messages, each)), tuple(self.messages)]
-            self.messages = []
+            self.trajectory.messages = []
         return reply
 
     async def call_tools(self) -> Sequence[Message]:
@@ -244,16 +240,16 @@ class OpenRollout:
             parts = {EXACT_MATCH: float(reward >= 1.0)} | parts | {TURNS: sum(turns)}
         return Score(reward + sum(turns), parts)
 
-    def ended(self, reason: StopReason, *, score: Score | None = None, error: str = "") -> RolloutRecord:
+    def ended(self, reason: StopReason, *, score: Score) -> RolloutRecord:
         """The record of the finished rollout: how it ended."""
-        reward, parts = score or Score(0.0, {})
-        request = self.trajectory.request
-        return ended(request.group, request.sample, stop_reason=reason, error=error, reward=reward, reward_parts=parts)
+        return self._record(stop_reason=reason, reward=score.reward, reward_parts=score.parts)
 
     def failed(self, error: TitanError) -> RolloutRecord:
         """The record of a rollout that this error ended."""
-        request = self.trajectory.request
-        return ended(request.group, request.sample, **failure_of(error))
+        return self._record(**failure_of(error))
+
+    def _record(self, **how: Any) -> RolloutRecord:
+        return ended(self.trajectory.request.group, self.trajectory.request.sample, **how)
 
     def _conversation(self) -> Transcript:
         turns = self.trajectory.graded_last
