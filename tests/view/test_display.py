@@ -69,7 +69,7 @@ def test_the_panel_shows_what_is_going_on(width: int) -> None:
             lines = panel(display, width)
     assert all(len(line) <= width for line in lines)
     shown = " / ".join(" ".join(line.split()) for line in lines)
-    assert lines[0].startswith("step 100/400 ━") and lines[0].endswith("2:05 · 2:30 left")
+    assert lines[0].startswith("step 100/400 ━") and lines[0].endswith("0:02:05 · 0:02:30 left")
     for part in (
         "reward 1.000 ▁▁▂▂▃▃▄▄▅▅▆▆▇▇██",
         "held-out 0.750 (step 100)",

@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: a live panel in a terminal, one plain line per step elsewhere.
 
-    step 137/400 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━  1:15 · 1:12 left
+    step 137/400 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━ 0:01:15 · 0:01:12 left
     reward 0.812 ▁▂▃▅▆▇   held-out 0.750 (step 100)   tokens/s 1,934
 
     trainer     train step 138                                  ██████░░  71%
@@ -23,7 +23,7 @@ from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -44,8 +44,8 @@ LONGEST_CAUSE = 160
 """Characters of a failure's cause. The logs have all of it."""
 MOST_CAUSES = 2
 """Causes of failures that one line names."""
-PACE_STEPS = 50
-"""Newest steps by which the time that is left is estimated."""
+PACE_SECONDS = 600.0
+"""The time that is left is estimated by the steps of the last so many seconds."""
 
 _OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
 """Spans of the trainer's work."""
@@ -80,10 +80,13 @@ class RunDisplay:
         self._console = console or Console()
         self._clock = clock
         self._live = live and self._console.is_terminal
-        self._steps, self._done = steps, 0
+        self._steps = steps
+        columns = (TextColumn("[bold]step {task.completed}/{task.total}"), BarColumn(None), TimeElapsedColumn())
+        left = (TextColumn("·"), TimeRemainingColumn(), TextColumn("left"))
+        self._progress = Progress(*columns, *left, expand=True, get_time=clock, speed_estimate_period=PACE_SECONDS)
+        self._training_steps = self._progress.add_task("", total=steps)
         self._began = clock()
         self._training = False  # whether the start is over
-        self._paces: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)  # when which step was finished
         self._numbers: dict[str, str] = {}
         self._rewards: list[float] = []
         self._phases: dict[str, float] = {}  # seconds of the last step
@@ -154,12 +157,12 @@ class RunDisplay:
         """A finished optimizer step: its numbers as they are shown, seconds by phase, the reward for the curve, and by
         mesh the share of its time in which it worked."""
         now = self._clock()
-        self._done, self._phases = step, dict(phases)
+        self._progress.update(self._training_steps, completed=step)
+        self._phases = dict(phases)
         self._numbers |= numbers
         self._busy |= busy or {}
         if reward is not None:
             self._rewards.append(reward)
-        self._paces.append((now, step))
         if now - self._last_line < PLAIN_LINE_SECONDS and step != self._steps:
             return
         failures = self._take_failures()
@@ -217,22 +220,10 @@ class RunDisplay:
         return Group(*parts)
 
     def _head(self, now: float) -> RenderableType:
+        if self._training:
+            return self._progress.get_renderable()
         head = Table.grid(padding=(0, 1), expand=True)
-        if not self._training:
-            head.add_row(Text("starting", style="bold"), Text(_minutes(now - self._began), justify="right"))
-            return head
-        left = ""
-        (first, step), (newest, done) = (self._paces[0], self._paces[-1]) if self._paces else ((now, 0), (now, 0))
-        if done > step:  # not where a run has gone back to a checkpoint
-            left = f" · {_minutes((newest - first) / (done - step) * (self._steps - done))} left"
-        head.add_column()
-        head.add_column(ratio=1)
-        head.add_column(justify="right")
-        head.add_row(
-            Text(f"step {self._done}/{self._steps}", style="bold"),
-            ProgressBar(total=self._steps, completed=self._done),
-            f"{_minutes(now - self._began)}{left}",
-        )
+        head.add_row(Text("starting", style="bold"), Text(_minutes(now - self._began), justify="right"))
         return head
 
     def _number(self, name: str, value: str) -> Text:
