@@ -197,7 +197,7 @@ def test_a_task_that_programs_play_is_typed_through_a_gateway(task, capsys):
             "typed",
             "--prompts",
             "1",
-            typed="/calculate 4+5\n9\n",
+            typed='/calculate {"expression": "4+5"}\n9\n',
         )
         == 0
     )
