@@ -196,9 +196,9 @@ class GroupRunner:
         self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout
     ) -> RolloutRecord:
         async with self._free:
-            limit = asyncio.timeout(self._rollout.seconds) if self._rollout.seconds else None
+            limit = asyncio.timeout(self._rollout.seconds or None)
             try:
-                async with limit or nullcontext():
+                async with limit:
                     rollout = await self._rollouter.roll_out(request, sample, generate, opened)
                 if not isinstance(rollout, RolloutRecord):
                     raise TaskError(f"the rollouter returned {type(rollout).__name__}, expected RolloutRecord")
@@ -210,7 +210,7 @@ class GroupRunner:
             except TitanError:
                 raise
             except Exception as error:  # a user's own rollouter is user code
-                if limit is not None and limit.expired():
+                if limit.expired():
                     late = f"was not over within rollout.seconds ({self._rollout.seconds:g} s)"
                     return opened.failed(TaskTimeout(late))
                 logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)
