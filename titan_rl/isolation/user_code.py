@@ -64,7 +64,6 @@ class UserCode:
         if self._tools.of_state and type(environment).initial_state is Environment.initial_state:
             raise ConfigError(f"tool {self._tools.of_state} takes a State, and {setup.name} has no `initial_state`")
         self._setup = setup
-        self._memory_mib = setup.memory_mib
         asynchronous = {
             CallKind.RESPOND: is_asynchronous(environment.respond),
             CallKind.CALL_TOOLS: self._tools.asynchronous,
@@ -83,8 +82,8 @@ class UserCode:
 
     def serve(self, connection: socket.socket) -> None:
         """Answer calls until the worker closes the connection, or one has used up the memory."""
-        if self._memory_mib:
-            _bound_memory(self._memory_mib << 20)
+        if self._setup.memory_mib:
+            _bound_memory(self._setup.memory_mib << 20)
         frames: Frames[Numbered] = Frames.of_orders()
         while data := connection.recv(1 << 20):
             calls = frames.feed(data)
@@ -100,34 +99,25 @@ class UserCode:
         self, connection: socket.socket, frames: Frames[Numbered], calls: Iterable[Numbered]
     ) -> NoReturn:
         """Run calls side by side. This process ends with the connection."""
-        loop = asyncio.get_running_loop()
+        reader, writer = await asyncio.open_connection(sock=connection)
+        writer.transport.set_write_buffer_limits(high=0)  # `drain` returns when all is sent
         running: set[asyncio.Task[None]] = set()
-        connection.setblocking(False)
-        sending = asyncio.Lock()
-
-        def begin(calls: Iterable[Numbered]) -> None:
-            for number, call in calls:
-                task = loop.create_task(answer(number, call))
-                running.add(task)
-                task.add_done_callback(running.discard)
 
         async def answer(number: int, call: UserCall) -> None:
             result = await self._answer_in_time(number, call)
-            async with sending:  # frames stay whole, and the loop goes on while the worker takes its time to read one
-                await loop.sock_sendall(connection, _frame(result))
-                if result.last:
-                    os._exit(0)
+            writer.write(_frame(result))
+            await writer.drain()
+            if result.last:
+                os._exit(0)
 
-        def receive() -> None:
-            data = connection.recv(1 << 20)
-            if not data:
+        while True:
+            for number, call in calls:
+                task = asyncio.create_task(answer(number, call))
+                running.add(task)
+                task.add_done_callback(running.discard)
+            if not (data := await reader.read(1 << 20)):
                 os._exit(0)  # a coroutine that ignores its cancellation would hold up an orderly exit
-            begin(frames.feed(data))
-
-        begin(calls)
-        loop.add_reader(connection, receive)
-        await loop.create_future()
-        raise AssertionError
+            calls = frames.feed(data)
 
     async def _answer_in_time(self, number: int, call: UserCall) -> CallResult:
         task = asyncio.ensure_future(self._answer(number, call))
@@ -148,8 +138,8 @@ class UserCode:
 
     def _failure(self, error: BaseException) -> Failure:
         description = describe(error)
-        if isinstance(error, MemoryError) and self._memory_mib:
-            description = f"needed more memory than environment.memory_mib ({self._memory_mib}): {description}"
+        if isinstance(error, MemoryError) and (bound := self._setup.memory_mib):
+            description = f"needed more memory than environment.memory_mib ({bound}): {description}"
         frames = traceback.extract_tb(error.__traceback__)
         where = f" {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         trace = "".join(traceback.format_exception(error))
