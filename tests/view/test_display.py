@@ -42,7 +42,7 @@ def test_the_start_shows_what_takes_the_time() -> None:
     clock.now = 9.0
     display.mesh("trainer", "building the policy")
     assert [" ".join(line.split()) for line in panel(display)] == [
-        "starting 0:09",
+        "starting 0:00:09",
         "router ready 2 s",
         "trainer building the policy 9 s",
     ]
@@ -76,7 +76,7 @@ def test_the_panel_shows_what_is_going_on(width: int) -> None:
         " / trainer train step 101 ████░░░░ 50% / ",
         " / generator0 serving v100, 3 requests / generator1 lost / ",
         " / rollouts 2 groups / weights generators pull v101 / ready router / last step train 50 ms / ",
-        " / 1:15 ago the disk is nearly full",
+        " / 0:01:15 ago the disk is nearly full",
     ):
         assert part in shown, shown
     assert "a place" not in shown

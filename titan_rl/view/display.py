@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
@@ -215,7 +216,7 @@ class RunDisplay:
             timing = ", ".join(f"{name} {1000 * s:.0f} ms" if s < 1 else f"{name} {s:.1f} s" for name, s in spent)
             parts.append(Text(f"{'last step':<{width}}  {timing}", style="dim", overflow="ellipsis", no_wrap=True))
         for at, text in self._warnings.copy():
-            line = f"{_minutes(now - at)} ago  {text}"
+            line = f"{timedelta(seconds=int(now - at))} ago  {text}"
             parts.append(Text(line, style="yellow", overflow="ellipsis", no_wrap=True))
         return Group(*parts)
 
@@ -223,7 +224,9 @@ class RunDisplay:
         if self._training:
             return self._progress.get_renderable()
         head = Table.grid(padding=(0, 1), expand=True)
-        head.add_row(Text("starting", style="bold"), Text(_minutes(now - self._began), justify="right"))
+        head.add_row(
+            Text("starting", style="bold"), Text(f"{timedelta(seconds=int(now - self._began))}", justify="right")
+        )
         return head
 
     def _number(self, name: str, value: str) -> Text:
@@ -288,10 +291,3 @@ def curve(values: Sequence[float]) -> str:
 def _meter(share: float) -> Text:
     full = round(min(1.0, max(0.0, share)) * _METER)
     return Text.assemble(("█" * full, "cyan"), ("░" * (_METER - full), "dim"), f" {share:4.0%}")
-
-
-def _minutes(seconds: float) -> str:
-    """75 → 1:15; 3675 → 1:01:15."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
