@@ -223,15 +223,9 @@ class RunConfig:
     from the same seed, and from any `generator.count`, `tensor_parallel` of 1 or 2, batch sizes, prefix caching,
     routing, delays and arrival times. An asynchronous run then samples each group whole by one
     version and trains groups in order: `router.weight_sync` is "drain", `loop.window` 1, and more versions stay
-    published. Not reproducible: rollouts that user code lets run into a time-out (`rollout/stop_timeout`), and what a
-    program, or a reward that reads `transcript.messages`, decides by which of its open calls is answered first.
-    `False`: logprobs differ in their last bits with the batch that a request happens to meet. Held by tests on CPU, in
-    float32 and bfloat16; there sampling is 2–6 % slower in float32 (30 % where only one or two requests run at a time)
-    and 16–37 % in bfloat16 (`scripts/bench/deterministic.py`), training is not. On CUDA it asks vLLM for its
-    batch-invariant kernels and torch for its deterministic operations: trainer steps were equal, but of two runs on
-    an H100 the tokens' logprobs differed from the fifth step on. Another number of trainer ranks is another order of
-    additions: after 6 steps of 1e-3 float32 weights differ by 7e-9 (root mean square), 1e-6 at most, and by 7e-5, 3e-3
-    at most, where the trainer computes in bfloat16."""
+    published. `False`: logprobs differ in their last bits with the batch that a request happens to meet. On CPU
+    sampling is 2–37 % slower; on CUDA runs were not equal. What else cannot be reproduced, and what was measured:
+    `scheduling/README.md`."""
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(tiny=TinyPolicyConfig()))
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

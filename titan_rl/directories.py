@@ -85,13 +85,11 @@ def replacing(directory: Path) -> Iterator[Path]:
         (draft / WRITTEN).write_text(json.dumps(sorted(each.name for each in draft.iterdir())) + "\n", encoding="utf-8")
         draft.chmod(0o755)
         check_replaceable(directory)  # somebody may have written to it meanwhile
+        old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
         if directory.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{directory.name}-old-", dir=directory.parent))
             os.rename(directory, old / directory.name)
-            os.rename(draft, directory)
-            shutil.rmtree(old)
-        else:
-            os.rename(draft, directory)
+        os.rename(draft, directory)
+        shutil.rmtree(old)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

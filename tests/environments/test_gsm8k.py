@@ -11,7 +11,7 @@ from titan_rl.environments.base import Message, Transcript
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_file
 from titan_rl.isolation.pool import UserCodePool
-from titan_rl.isolation.wire import CallKind, Conversation, EnvironmentSetup, ExamplePrompt, UserCall
+from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, UserCall
 from titan_rl.types import Example, FinishReason, Purpose
 
 FILE = Path(__file__).resolve().parents[2] / "rl_configs" / "gsm8k.py"
@@ -170,7 +170,7 @@ async def test_a_group_is_asked_and_scored_in_a_process_of_its_own(files):
         )
         texts = [f"\\boxed{{{example.answer}}}", "\\boxed{1}", "\\boxed{9^{9^{9^{9}}}}", ""]
         calls = [
-            UserCall(CallKind.SCORE, Purpose.TRAIN, 7, Conversation(said(text).messages, said(text).finish_reasons))
+            UserCall(CallKind.SCORE, Purpose.TRAIN, 7, Transcript(said(text).messages, said(text).finish_reasons))
             for text in texts
         ]
         assert [reward for reward, _ in await asyncio.gather(*map(process.call, calls))] == [1.0, 0.0, 0.0, 0.0]

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from support.rollouts import UNRULY
 
+from titan_rl.environments.rubric import Transcript
 from titan_rl.errors import InfrastructureFailed, TaskError
 from titan_rl.isolation import process_io
 from titan_rl.isolation.pool import UserCodePool
@@ -21,14 +22,13 @@ from titan_rl.isolation.wire import (
     VALUES,
     BadFrame,
     CallKind,
-    Conversation,
     EnvironmentSetup,
     UserCall,
     pack_order,
 )
 from titan_rl.types import FinishReason, Message, Purpose, ToolCall
 
-CONVERSATION = Conversation((Message("user", "0="), Message("assistant", "0")), (FinishReason.STOP,))
+CONVERSATION = Transcript((Message("user", "0="), Message("assistant", "0")), (FinishReason.STOP,))
 
 
 async def scores(how: str, *, cls: str = "Unruly", prompts: int = 6, restarts: int = 0, **settings) -> tuple[dict, int]:

@@ -19,9 +19,10 @@ from support.processes import descendants, ends
 from support.rollouts import TASKS
 
 import titan_rl
+from titan_rl.environments.rubric import Transcript
 from titan_rl.isolation.policy_code import run_policy_code
 from titan_rl.isolation.pool import UserCodePool
-from titan_rl.isolation.wire import CallKind, Conversation, EnvironmentSetup, UserCall
+from titan_rl.isolation.wire import CallKind, EnvironmentSetup, UserCall
 from titan_rl.types import FinishReason, Message, Purpose
 
 FORBIDDEN = subprocess.run(["unshare", "-Urmpnf", "true"], capture_output=True).returncode != 0
@@ -248,7 +249,7 @@ async def test_a_reward_runs_what_the_policy_wrote():
     try:
         await pool.start()
         for answer, (reward, ended) in answers.items():
-            conversation = Conversation((Message("user", "add"), Message("assistant", answer)), (FinishReason.STOP,))
+            conversation = Transcript((Message("user", "add"), Message("assistant", answer)), (FinishReason.STOP,))
             got, parts = await pool.call(UserCall(CallKind.SCORE, Purpose.TRAIN, 0, conversation))
             assert got == reward and parts[ended] == 1.0, (answer, got, parts)
         assert pool.restarts == 0

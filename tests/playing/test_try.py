@@ -120,10 +120,10 @@ def lines_of(capsys) -> list[str]:
 
 
 def test_what_is_typed_is_played_with_tools_and_graded_part_by_part(task, capsys):
-    typed = '/add first=5 second=0\n5\n/add {"first": "x"}\n/sub 3\nsix\\\nor so\n'
+    typed = '/add {"first": 5, "second": 0}\n5\n/add {"first": "x"}\n/sub 3\nsix\\\nor so\n'
     assert task(":Sums", "--prompts", "3", typed=typed) == 0
     assert lines_of(capsys)[3:] == [
-        "policy: type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends",
+        "policy: type the policy's turns; a line that ends in \\ goes on; /TOOL {JSON} calls a tool; Ctrl-D ends",
         *[f"training prompt 0 {'─' * 102}", "user 5+0="],
         *["assistant → add(first=5, second=0)", "tool 5", "assistant 5"],
         "reward 1.000 (right 1, turns 2) stopped: stop",
@@ -197,7 +197,7 @@ def test_a_task_that_programs_play_is_typed_through_a_gateway(task, capsys):
             "typed",
             "--prompts",
             "1",
-            typed="/calculate 4+5\n9\n",
+            typed='/calculate {"expression": "4+5"}\n9\n',
         )
         == 0
     )
@@ -245,13 +245,9 @@ LOOK = ToolSpec("look", "", {"properties": {"where": {"type": "string"}}})
 @pytest.mark.parametrize(
     ("text", "call"),
     [
-        ("/add first=5", ("add", {"first": 5})),
-        ("/add first=x note=5", ("add", {"first": "x", "note": "5"})),
-        ('/add note="a b" first=1', ("add", {"note": "a b", "first": 1})),
         ('/add {"first": [1]}', ("add", {"first": [1]})),
         ("/add", ("add", {})),
-        ("/look under the bed = here", ("look", {"where": "under the bed = here"})),
-        ("/look where=there", ("look", {"where": "there"})),
+        ('/look\n{"where": "under the bed"}', ("look", {"where": "under the bed"})),
     ],
 )
 def test_a_typed_call_is_read(text, call):
@@ -259,7 +255,7 @@ def test_a_typed_call_is_read(text, call):
     assert read_turn(text, []) == Message("assistant", text), "without tools everything is text"
 
 
-@pytest.mark.parametrize("text", ["/sub 1", "/add 5", '/add {"first"', "/add note='"])
+@pytest.mark.parametrize("text", ["/sub 1", "/add 5", '/add {"first"', "/add [5]"])
 def test_a_typed_call_that_cannot_be_read_is_refused(text):
     with pytest.raises(ConfigError):
         read_turn(text, [ADD, LOOK])

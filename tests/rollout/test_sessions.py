@@ -135,7 +135,8 @@ def test_the_record_has_the_conversation_of_the_last_answer_and_of_several_choic
         record = pickle.loads(pickle.dumps(program.trajectory.close()))
         assert len(record.turns) == 3 and record.messages == [user("1"), answer]
         reason = FinishReason.LENGTH if len(stopped) == 1 else FinishReason.STOP
-        assert record.finish_reasons == [FinishReason.LENGTH, FinishReason.LENGTH, reason], "the graded one is the last"
+        reasons = [turn.finish_reason for turn in record.graded_last]
+        assert reasons == [FinishReason.LENGTH, FinishReason.LENGTH, reason], "the graded one is the last"
         assert with_numbers(RolloutRecord(purpose=Purpose.TRAIN, group=0, attempt=0, sample=0), record).truncated == (
             reason is FinishReason.LENGTH
         )

@@ -42,7 +42,7 @@ def test_the_start_shows_what_takes_the_time() -> None:
     clock.now = 9.0
     display.mesh("trainer", "building the policy")
     assert [" ".join(line.split()) for line in panel(display)] == [
-        "starting 0:09",
+        "starting 0:00:09",
         "router ready 2 s",
         "trainer building the policy 9 s",
     ]
@@ -69,14 +69,14 @@ def test_the_panel_shows_what_is_going_on(width: int) -> None:
             lines = panel(display, width)
     assert all(len(line) <= width for line in lines)
     shown = " / ".join(" ".join(line.split()) for line in lines)
-    assert lines[0].startswith("step 100/400 ━") and lines[0].endswith("2:05 · 2:30 left")
+    assert lines[0].startswith("step 100/400 ━") and lines[0].endswith("0:02:05 · 0:02:30 left")
     for part in (
         "reward 1.000 ▁▁▂▂▃▃▄▄▅▅▆▆▇▇██",
         "held-out 0.750 (step 100)",
         " / trainer train step 101 ████░░░░ 50% / ",
         " / generator0 serving v100, 3 requests / generator1 lost / ",
         " / rollouts 2 groups / weights generators pull v101 / ready router / last step train 50 ms / ",
-        " / 1:15 ago the disk is nearly full",
+        " / 0:01:15 ago the disk is nearly full",
     ):
         assert part in shown, shown
     assert "a place" not in shown

@@ -22,13 +22,12 @@ from titan_rl.types import EXACT_MATCH, Example, FinishReason, Message
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Transcript:
+class Transcript(NamedTuple):
     """A conversation as user code sees it, so far or finished. Stop tokens are no part of the texts."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
     """The example's prompt first; the policy's turns have the role "assistant"."""
-    finish_reasons: tuple[FinishReason, ...]
+    finish_reasons: tuple[FinishReason, ...] = ()
     """One per turn of the policy, in order: whether it ended its turn or was cut off."""
     state: Any = None
     """What `Environment.initial_state` made, as tools have left it; or what `respond` or `play` last returned as its

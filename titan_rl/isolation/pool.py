@@ -181,7 +181,11 @@ class UserCodePool:
 
     async def close(self) -> None:
         """End all processes; calls still waiting fail."""
-        self._end("closed")
+        self._closed = "closed"
+        self._fail(self._open, self._closed)
+        for timer in (self._timer, self._pause):
+            if timer is not None:
+                timer.cancel()
         tasks = list(self._forking.values())
         for task in tasks:
             task.cancel()
@@ -211,9 +215,7 @@ class UserCodePool:
             self._waiting[concurrent] = waiting
             paused = bool(forks) and self._pause is not None
             if waiting and len(forks) < most and not paused and concurrent not in self._forking:
-                task = asyncio.create_task(self._start_fork(concurrent), name=f"environment {self._setup.name}")
-                self._forking[concurrent] = task
-                task.add_done_callback(self._task_ended)
+                self._forking[concurrent] = asyncio.create_task(self._start_fork(concurrent))
 
     def _send(self, fork: _Fork, calls: list[_Pending]) -> None:
         if not fork.calls:
@@ -246,8 +248,10 @@ class UserCodePool:
         nobody knows when that is. Where the fork server has died the others end as well: there is no need to pause."""
         try:
             process = await self._fork()
-        except (TitanError, OSError) as error:
-            logger.warning("environment %s: no further process can be started: %s", self._setup.name, error)
+        except Exception as error:
+            defect = not isinstance(error, (TitanError, OSError))
+            text = "environment %s: no further process can be started: %s"
+            logger.warning(text, self._setup.name, error, exc_info=defect)
             gone = isinstance(error, ActorGone)
             if not any(each.concurrent is concurrent for each in self._forks):
                 lost = ActorGone if gone else InfrastructureFailed
@@ -345,16 +349,3 @@ class UserCodePool:
         for pending in calls:
             if not pending.future.done():
                 pending.future.set_exception(kind(f"{pending.call}: {reason}"))
-
-    def _end(self, reason: str) -> None:
-        """Fail all open calls, and refuse new ones."""
-        self._closed = self._closed or reason
-        self._fail(self._open, self._closed)
-        for timer in (self._timer, self._pause):
-            if timer is not None:
-                timer.cancel()
-
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("%s crashed", task.get_name(), exc_info=error)
-            self._end(f"its pool crashed: {error!r}")

@@ -34,13 +34,11 @@ from titan_rl.isolation.wire import (
     LONGEST_SHOWN,
     CallKind,
     CallResult,
-    Conversation,
     DemonstrationMessages,
     EnvironmentSetup,
     ExamplePrompt,
     Failure,
     Frames,
-    Reply,
     TaskCheck,
     TaskInfo,
     UserCall,
@@ -66,7 +64,6 @@ class UserCode:
         if self._tools.of_state and type(environment).initial_state is Environment.initial_state:
             raise ConfigError(f"tool {self._tools.of_state} takes a State, and {setup.name} has no `initial_state`")
         self._setup = setup
-        self._memory_mib = setup.memory_mib
         asynchronous = {
             CallKind.RESPOND: is_asynchronous(environment.respond),
             CallKind.CALL_TOOLS: self._tools.asynchronous,
@@ -85,8 +82,8 @@ class UserCode:
 
     def serve(self, connection: socket.socket) -> None:
         """Answer calls until the worker closes the connection, or one has used up the memory."""
-        if self._memory_mib:
-            _bound_memory(self._memory_mib << 20)
+        if self._setup.memory_mib:
+            _bound_memory(self._setup.memory_mib << 20)
         frames: Frames[Numbered] = Frames.of_orders()
         while data := connection.recv(1 << 20):
             calls = frames.feed(data)
@@ -102,34 +99,25 @@ class UserCode:
         self, connection: socket.socket, frames: Frames[Numbered], calls: Iterable[Numbered]
     ) -> NoReturn:
         """Run calls side by side. This process ends with the connection."""
-        loop = asyncio.get_running_loop()
+        reader, writer = await asyncio.open_connection(sock=connection)
+        writer.transport.set_write_buffer_limits(high=0)  # `drain` returns when all is sent
         running: set[asyncio.Task[None]] = set()
-        connection.setblocking(False)
-        sending = asyncio.Lock()
-
-        def begin(calls: Iterable[Numbered]) -> None:
-            for number, call in calls:
-                task = loop.create_task(answer(number, call))
-                running.add(task)
-                task.add_done_callback(running.discard)
 
         async def answer(number: int, call: UserCall) -> None:
             result = await self._answer_in_time(number, call)
-            async with sending:  # frames stay whole, and the loop goes on while the worker takes its time to read one
-                await loop.sock_sendall(connection, _frame(result))
-                if result.last:
-                    os._exit(0)
+            writer.write(_frame(result))
+            await writer.drain()
+            if result.last:
+                os._exit(0)
 
-        def receive() -> None:
-            data = connection.recv(1 << 20)
-            if not data:
+        while True:
+            for number, call in calls:
+                task = asyncio.create_task(answer(number, call))
+                running.add(task)
+                task.add_done_callback(running.discard)
+            if not (data := await reader.read(1 << 20)):
                 os._exit(0)  # a coroutine that ignores its cancellation would hold up an orderly exit
-            begin(frames.feed(data))
-
-        begin(calls)
-        loop.add_reader(connection, receive)
-        await loop.create_future()
-        raise AssertionError
+            calls = frames.feed(data)
 
     async def _answer_in_time(self, number: int, call: UserCall) -> CallResult:
         task = asyncio.ensure_future(self._answer(number, call))
@@ -150,8 +138,8 @@ class UserCode:
 
     def _failure(self, error: BaseException) -> Failure:
         description = describe(error)
-        if isinstance(error, MemoryError) and self._memory_mib:
-            description = f"needed more memory than environment.memory_mib ({self._memory_mib}): {description}"
+        if isinstance(error, MemoryError) and (bound := self._setup.memory_mib):
+            description = f"needed more memory than environment.memory_mib ({bound}): {description}"
         frames = traceback.extract_tb(error.__traceback__)
         where = f" {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
         trace = "".join(traceback.format_exception(error))
@@ -186,12 +174,11 @@ class UserCode:
         reply = self._environment.respond(example, transcript)
         return _reply(await reply if inspect.isawaitable(reply) else reply)
 
-    def _transcript(self, conversation: Conversation, example: Example) -> Transcript:
+    def _transcript(self, conversation: Transcript, example: Example) -> Transcript:
         state = conversation.state
         if state is None:  # pickled, so that no rollout changes what the example holds
             state = _pickled(self._environment.initial_state(example), "initial_state")
-        unpickled = None if state is None else pickle.loads(state)
-        return Transcript(conversation.messages, conversation.finish_reasons, unpickled, conversation.tokens)
+        return conversation._replace(state=None if state is None else pickle.loads(state))
 
     async def _call_tool(self, call: ToolCall, state: Any = None) -> Message:
         try:
@@ -247,14 +234,20 @@ def _demonstration(shown: Demonstration) -> DemonstrationMessages:
     return DemonstrationMessages(prompt, messages, has_answer=shown.answer is not None)
 
 
-def _reply(reply: EnvironmentReply) -> Reply:
+def _reply(reply: EnvironmentReply) -> EnvironmentReply:
     if not isinstance(reply, EnvironmentReply):
         raise TaskError(f"respond returned {type(reply).__name__}, expected EnvironmentReply")
     if not reply.done and not reply.messages:
         raise TaskError("respond returned neither messages nor done: the policy would speak to itself")
     reward = None if reply.reward is None else number_of("respond", reply.reward, " the reward")
-    state = _pickled(reply.state, "respond")
-    return Reply(plain(reply.messages), bool(reply.done), state, reward, str(reply.role), bool(reply.anew))
+    return EnvironmentReply(
+        messages=plain(reply.messages),
+        done=bool(reply.done),
+        state=_pickled(reply.state, "respond"),
+        reward=reward,
+        role=str(reply.role),
+        anew=bool(reply.anew),
+    )
 
 
 def _pickled(state: object, method: str) -> bytes | None:

@@ -20,9 +20,10 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from titan_rl.environments.rubric import LARGEST_REWARD
+from titan_rl.environments.base import EnvironmentReply
+from titan_rl.environments.rubric import LARGEST_REWARD, Transcript
 from titan_rl.rollout.config import EnvironmentConfig
-from titan_rl.types import Endpoint, FinishReason, Message, Purpose, ToolSpec
+from titan_rl.types import Endpoint, Message, Purpose, ToolSpec
 
 LONGEST_SHOWN = 160
 """Characters of a prompt, an answer or a reference answer that are displayed."""
@@ -165,7 +166,7 @@ class CallKind(StrEnum):
     EXAMPLE = "example"
     """→ `ExamplePrompt`."""
     RESPOND = "respond"
-    """→ `Reply`."""
+    """→ `EnvironmentReply`, its state pickled."""
     CALL_TOOLS = "tool calls"
     """→ one message of role "tool" per tool call of the last message."""
     SCORE = "score"
@@ -212,18 +213,6 @@ class ExamplePrompt(NamedTuple):
 Number = Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
 
 
-class Reply(NamedTuple):
-    """An `EnvironmentReply`."""
-
-    messages: tuple[Message, ...]
-    done: bool
-    state: bytes | None
-    """Pickled."""
-    reward: Number | None
-    role: str
-    anew: bool
-
-
 class DemonstrationMessages(NamedTuple):
     prompt: tuple[Message, ...]
     messages: tuple[Message, ...]
@@ -243,24 +232,16 @@ class TaskCheck(NamedTuple):
     warning: str
 
 
-class Conversation(NamedTuple):
-    messages: tuple[Message, ...] = ()
-    finish_reasons: tuple[FinishReason, ...] = ()
-    state: bytes | None = None
-    """Pickled by the process that made it."""
-    tokens: tuple[int, ...] = ()
-    """Sampled in each turn."""
-
-
 class UserCall(NamedTuple):
-    """One call of user code about one prompt, or one conversation over it."""
+    """One call of user code about one prompt, or one conversation over it, whose state is pickled by the process that
+    made it."""
 
     kind: CallKind
     purpose: Purpose
     prompt_index: int
     """In the training stream or the held-out list."""
-    conversation: Conversation = Conversation()
-    group: tuple[Conversation, ...] = ()
+    conversation: Transcript = Transcript()
+    group: tuple[Transcript, ...] = ()
     """All finished conversations of the prompt, for `SCORE_GROUP`."""
     endpoint: Endpoint | None = None
     """Where a program that plays finds the policy."""
@@ -299,7 +280,7 @@ _Score = tuple[Number, dict[str, float]]
 
 VALUES = {
     CallKind.EXAMPLE: reader(ExamplePrompt),
-    CallKind.RESPOND: reader(Reply),
+    CallKind.RESPOND: reader(EnvironmentReply),
     CallKind.CALL_TOOLS: reader(tuple[tuple[Message, ...], bytes | None]),
     CallKind.SCORE: reader(_Score),
     CallKind.SCORE_GROUP: reader(tuple[_Score, ...]),

@@ -12,12 +12,10 @@ exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong ta
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import shlex
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -59,7 +57,7 @@ if TYPE_CHECKING:
 
 TYPED, DEMONSTRATIONS = "typed", "demonstrations"
 SHOWN_PROMPTS = 3
-HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL NAME=VALUE … calls a tool; Ctrl-D ends"
+HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL {JSON} calls a tool; Ctrl-D ends"
 
 
 async def _next_turn(turns: list[Message], *_: object) -> tuple[Message, FinishReason]:
@@ -246,8 +244,8 @@ class Trial:
 
 
 def read_turn(text: str, tools: Sequence[ToolSpec]) -> Message:
-    r"""What somebody typed as a message: `/add first=1 second=2` or `/add {"first": 1}` calls a tool, all else is text.
-    Raises ConfigError: a call that cannot be read."""
+    """What somebody typed as a message: `/add {"first": 1}` calls a tool, all else is text. Raises ConfigError: a call
+    that cannot be read."""
     called = re.match(r"/(\w+)\s*(.*)", text, re.DOTALL)
     if called is None or not tools:
         return Message("assistant", text)
@@ -256,30 +254,11 @@ def read_turn(text: str, tools: Sequence[ToolSpec]) -> Message:
     if name not in known:
         raise ConfigError(f"there is no tool {name!r}; there are {', '.join(known)}")
     try:
-        arguments = json.loads(rest) if rest.startswith("{") else dict(_assignments(rest, known[name]))
-    except ValueError as error:
-        names = " ".join(f"{each}=…" for each in known[name].parameters.get("properties", {}))
-        raise ConfigError(f"that call cannot be read ({error}): /{name} {names}") from error
+        arguments = msgspec.json.decode(rest or "{}", type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        names = ", ".join(f'"{each}": …' for each in known[name].parameters.get("properties", {}))
+        raise ConfigError(f"that call cannot be read ({error}): /{name} {{{names}}}") from error
     return Message("assistant", "", (ToolCall(name, arguments),))
-
-
-def _assignments(text: str, tool: ToolSpec) -> Iterator[tuple[str, Any]]:
-    """`first=1 second=2`; the value alone where the tool has one argument."""
-    names = list(tool.parameters.get("properties", {}))
-    for word in shlex.split(text):
-        name, equals, value = word.partition("=")
-        if not equals or name not in names:
-            if len(names) != 1:
-                raise ValueError(f"{word!r} is no NAME=VALUE of its arguments")
-            name, value = names[0], text.strip()
-        kind = tool.parameters["properties"][name].get("type", "string")
-        is_all = value == text.strip()
-        if kind != "string":
-            with suppress(ValueError):  # it is for the tool to refuse, as it would the policy's
-                value = json.loads(value)
-        yield name, value
-        if is_all:
-            return
 
 
 def _act(command: Command, prog: str) -> int:

@@ -162,23 +162,16 @@ class GroupRunner:
             return rollouts
         call = UserCall(CallKind.SCORE_GROUP, request.purpose, request.group_id, group=tuple(graded.values()))
         try:
-            scores = dict(zip(graded, await self.pool.call(call), strict=True))
+            scores = await self.pool.call(call)
         except TaskError as error:
-            failed = {"reward": 0.0, "reward_parts": {}, **failure_of(error)}
-            return tuple(
-                msgspec.structs.replace(rollout, **failed) if rollout.sample in graded else rollout
-                for rollout in rollouts
-            )
-
-        def compared(rollout: RolloutRecord) -> RolloutRecord:
-            if rollout.sample not in scores:
-                return rollout
-            reward, parts = scores[rollout.sample]
-            return msgspec.structs.replace(
-                rollout, reward=rollout.reward + reward, reward_parts=rollout.reward_parts | parts
-            )
-
-        return tuple(map(compared, rollouts))
+            changes = dict.fromkeys(graded, {"reward": 0.0, "reward_parts": {}, **failure_of(error)})
+        else:
+            before = {rollout.sample: rollout for rollout in rollouts}
+            changes = {
+                sample: {"reward": before[sample].reward + reward, "reward_parts": before[sample].reward_parts | parts}
+                for sample, (reward, parts) in zip(graded, scores, strict=True)
+            }
+        return tuple(msgspec.structs.replace(rollout, **changes.get(rollout.sample, {})) for rollout in rollouts)
 
     async def _demonstrate(self, request: GroupRequest) -> GroupResult:
         first = request.group_id * request.samples
@@ -203,9 +196,9 @@ class GroupRunner:
         self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout
     ) -> RolloutRecord:
         async with self._free:
-            limit = asyncio.timeout(self._rollout.seconds) if self._rollout.seconds else None
+            limit = asyncio.timeout(self._rollout.seconds or None)
             try:
-                async with limit or nullcontext():
+                async with limit:
                     rollout = await self._rollouter.roll_out(request, sample, generate, opened)
                 if not isinstance(rollout, RolloutRecord):
                     raise TaskError(f"the rollouter returned {type(rollout).__name__}, expected RolloutRecord")
@@ -217,7 +210,7 @@ class GroupRunner:
             except TitanError:
                 raise
             except Exception as error:  # a user's own rollouter is user code
-                if limit is not None and limit.expired():
+                if limit.expired():
                     late = f"was not over within rollout.seconds ({self._rollout.seconds:g} s)"
                     return opened.failed(TaskTimeout(late))
                 logger.exception("%s group %d sample %d failed", request.purpose, request.group_id, sample)

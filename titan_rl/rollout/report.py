@@ -226,7 +226,7 @@ def with_numbers(record: RolloutRecord, trajectory: Trajectory) -> RolloutRecord
     completions = [turn.completion for turn in trajectory.turns]
     return msgspec.structs.replace(
         record,
-        truncated=trajectory.finish_reasons[-1:] == [FinishReason.LENGTH],
+        truncated=any(turn.finish_reason is FinishReason.LENGTH for turn in trajectory.graded_last[-1:]),
         turn_count=len(completions),
         sampled_tokens=sum(len(completion.token_ids) for completion in completions),
         branch_count=trajectory.tree.leaves,

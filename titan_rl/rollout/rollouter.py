@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.environments.base import EnvironmentReply
-from titan_rl.environments.rubric import Score
+from titan_rl.environments.rubric import Score, Transcript
 from titan_rl.errors import (
     GeneratorFailed,
     InfrastructureFailed,
@@ -34,7 +34,7 @@ from titan_rl.errors import (
     TitanError,
 )
 from titan_rl.isolation.pool import UserCodePool
-from titan_rl.isolation.wire import CallKind, Conversation, Reply, TaskInfo, UserCall
+from titan_rl.isolation.wire import CallKind, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import ended, failure_of
 from titan_rl.rollout.samples import Turn, check
@@ -138,12 +138,12 @@ class Rollouter:
             if turn.message.tool_calls:
                 if last:
                     return StopReason.MAX_TURNS
-                rollout.messages += await rollout.call_tools()
+                rollout.messages.extend(await rollout.call_tools())
             elif not rollout.multi_turn:
                 return StopReason(turn.finish_reason.value)
             else:
                 reply = await rollout.respond()
-                rollout.messages += reply.messages
+                rollout.messages.extend(reply.messages)
                 if reply.done or last:
                     return StopReason.DONE if reply.done else StopReason.MAX_TURNS
             prompt = trajectory.prompt_of_chat(rollout.messages, rollout.tools)
@@ -177,7 +177,7 @@ class OpenRollout:
         self.played_by_program = programs is not None
         self.multi_turn = info.multi_turn  # whether the environment answers the policy
         self.tools = info.tools  # tools that the policy may call
-        self.scored: Conversation | None = None  # the conversation that was last scored
+        self.scored: Transcript | None = None  # the conversation that was last scored
         self._pool = pool
         self._programs = programs
         self._state: bytes | None = None
@@ -187,10 +187,6 @@ class OpenRollout:
     def messages(self) -> list[Message]:
         """The conversation that will be graded."""
         return self.trajectory.messages
-
-    @messages.setter
-    def messages(self, messages: list[Message]) -> None:
-        self.trajectory.messages = messages
 
     async def run_program(self) -> StopReason:
         """Let the environment's program play; raises as `Programs.run`. Its trajectory takes the place of the one here
@@ -214,7 +210,7 @@ class OpenRollout:
         """The environment's answer to the conversation so far, whose messages the caller adds. Keeps the environment's
         new state, and the reward and the role of the turn; where a conversation begins anew, the messages so far are
         put aside. Raises TaskError if user code failed."""
-        reply: Reply = await self._call(CallKind.RESPOND)
+        reply: EnvironmentReply = await self._call(CallKind.RESPOND)
         self._state = self._state if reply.state is None else reply.state
         turns = self.trajectory.turns[self._answered :]
         self._answered += len(turns)
@@ -227,8 +223,8 @@ class OpenRollout:
         if reply.anew and not reply.done:
             sides = self.trajectory.side_conversations
             sides[:] = [*(each for each in sides if not extends(self.messages, each)), tuple(self.messages)]
-            self.messages = []
-        return EnvironmentReply(messages=reply.messages, done=reply.done, reward=reply.reward, role=reply.role)
+            self.trajectory.messages = []
+        return reply
 
     async def call_tools(self) -> Sequence[Message]:
         """The answers to the tool calls of the last message. Keeps the state that they left. Raises TaskError if a tool
@@ -244,21 +240,21 @@ class OpenRollout:
             parts = {EXACT_MATCH: float(reward >= 1.0)} | parts | {TURNS: sum(turns)}
         return Score(reward + sum(turns), parts)
 
-    def ended(self, reason: StopReason, *, score: Score | None = None, error: str = "") -> RolloutRecord:
+    def ended(self, reason: StopReason, *, score: Score) -> RolloutRecord:
         """The record of the finished rollout: how it ended."""
-        reward, parts = score or Score(0.0, {})
-        request = self.trajectory.request
-        return ended(request.group, request.sample, stop_reason=reason, error=error, reward=reward, reward_parts=parts)
+        return self._record(stop_reason=reason, reward=score.reward, reward_parts=score.parts)
 
     def failed(self, error: TitanError) -> RolloutRecord:
         """The record of a rollout that this error ended."""
-        request = self.trajectory.request
-        return ended(request.group, request.sample, **failure_of(error))
+        return self._record(**failure_of(error))
 
-    def _conversation(self) -> Conversation:
+    def _record(self, **how: Any) -> RolloutRecord:
+        return ended(self.trajectory.request.group, self.trajectory.request.sample, **how)
+
+    def _conversation(self) -> Transcript:
         turns = self.trajectory.graded_last
         reasons, tokens = (turn.finish_reason for turn in turns), (len(turn.completion.token_ids) for turn in turns)
-        return Conversation(tuple(self.messages), tuple(reasons), self._state, tuple(tokens))
+        return Transcript(tuple(self.messages), tuple(reasons), self._state, tuple(tokens))
 
     async def _call(self, kind: CallKind) -> Any:
         group = self.trajectory.request.group

@@ -237,14 +237,8 @@ def demonstration_sample(
     messages: Sequence[Message],
     tools: Sequence[ToolSpec] = (),
 ) -> TrainingSample:
-    """The packed document of a demonstration, up to the policy's last turn. Raises TaskError: the messages cannot be
-    written in this tokenizer.
-
-    Args:
-        prompt: the first messages.
-        messages: the messages after the prompt, beginning with a turn of the policy (role "assistant").
-        tools: tools that the policy may call.
-    """
+    """The packed document of a demonstration, up to the policy's last turn. Its `messages` follow the prompt, a turn of
+    the policy (role "assistant") first. Raises TaskError: they cannot be written in this tokenizer."""
     tree = TokenTree()
     before: list[int] = renderer.render(prompt, tools)
     taught: list[int] = []

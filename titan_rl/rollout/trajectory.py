@@ -153,11 +153,6 @@ class Trajectory:
         return self._tree
 
     @property
-    def finish_reasons(self) -> list[FinishReason]:
-        """Of the turns, as `graded_last` has them."""
-        return [turn.finish_reason for turn in self.graded_last]
-
-    @property
     def graded_last(self) -> list[Turn]:
         """The turns, but that with which the graded conversation ends is the last."""
         return sorted(self.turns, key=lambda turn: turn is self._graded) if len(self.turns) > 1 else self.turns

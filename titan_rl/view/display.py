@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: a live panel in a terminal, one plain line per step elsewhere.
 
-    step 137/400 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━  1:15 · 1:12 left
+    step 137/400 ━━━━━━━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━ 0:01:15 · 0:01:12 left
     reward 0.812 ▁▂▃▅▆▇   held-out 0.750 (step 100)   tokens/s 1,934
 
     trainer     train step 138                                  ██████░░  71%
@@ -18,12 +18,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -44,20 +45,16 @@ LONGEST_CAUSE = 160
 """Characters of a failure's cause. The logs have all of it."""
 MOST_CAUSES = 2
 """Causes of failures that one line names."""
-PACE_STEPS = 50
-"""Newest steps by which the time that is left is estimated."""
+PACE_SECONDS = 600.0
+"""The time that is left is estimated by the steps of the last so many seconds."""
 
 _OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
 """Spans of the trainer's work."""
 _FIRST = ("reward", "held-out", "staleness", "tokens/s")
 """Numbers that are shown before others, in this order."""
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE, _LONGEST_CURVE = 16, 64
-"""Characters of the curve of rewards, in a narrow terminal and at most."""
-_METER = 8
-"""Characters of a mesh's meter; twice as many in a wide terminal."""
-_WIDE = 120
-"""Columns of one."""
+_CURVE, _METER = 16, 8
+"""Characters of the curve of rewards, and of a mesh's meter."""
 
 _log = logging.getLogger(__name__)
 
@@ -84,10 +81,13 @@ class RunDisplay:
         self._console = console or Console()
         self._clock = clock
         self._live = live and self._console.is_terminal
-        self._steps, self._done = steps, 0
+        self._steps = steps
+        columns = (TextColumn("[bold]step {task.completed}/{task.total}"), BarColumn(None), TimeElapsedColumn())
+        left = (TextColumn("·"), TimeRemainingColumn(), TextColumn("left"))
+        self._progress = Progress(*columns, *left, expand=True, get_time=clock, speed_estimate_period=PACE_SECONDS)
+        self._training_steps = self._progress.add_task("", total=steps)
         self._began = clock()
         self._training = False  # whether the start is over
-        self._paces: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS)  # when which step was finished
         self._numbers: dict[str, str] = {}
         self._rewards: list[float] = []
         self._phases: dict[str, float] = {}  # seconds of the last step
@@ -158,12 +158,12 @@ class RunDisplay:
         """A finished optimizer step: its numbers as they are shown, seconds by phase, the reward for the curve, and by
         mesh the share of its time in which it worked."""
         now = self._clock()
-        self._done, self._phases = step, dict(phases)
+        self._progress.update(self._training_steps, completed=step)
+        self._phases = dict(phases)
         self._numbers |= numbers
         self._busy |= busy or {}
         if reward is not None:
             self._rewards.append(reward)
-        self._paces.append((now, step))
         if now - self._last_line < PLAIN_LINE_SECONDS and step != self._steps:
             return
         failures = self._take_failures()
@@ -216,33 +216,22 @@ class RunDisplay:
             timing = ", ".join(f"{name} {1000 * s:.0f} ms" if s < 1 else f"{name} {s:.1f} s" for name, s in spent)
             parts.append(Text(f"{'last step':<{width}}  {timing}", style="dim", overflow="ellipsis", no_wrap=True))
         for at, text in self._warnings.copy():
-            line = f"{_minutes(now - at)} ago  {text}"
+            line = f"{timedelta(seconds=int(now - at))} ago  {text}"
             parts.append(Text(line, style="yellow", overflow="ellipsis", no_wrap=True))
         return Group(*parts)
 
     def _head(self, now: float) -> RenderableType:
+        if self._training:
+            return self._progress.get_renderable()
         head = Table.grid(padding=(0, 1), expand=True)
-        if not self._training:
-            head.add_row(Text("starting", style="bold"), Text(_minutes(now - self._began), justify="right"))
-            return head
-        left = ""
-        (first, step), (newest, done) = (self._paces[0], self._paces[-1]) if self._paces else ((now, 0), (now, 0))
-        if done > step:  # not where a run has gone back to a checkpoint
-            left = f" · {_minutes((newest - first) / (done - step) * (self._steps - done))} left"
-        head.add_column()
-        head.add_column(ratio=1)
-        head.add_column(justify="right")
         head.add_row(
-            Text(f"step {self._done}/{self._steps}", style="bold"),
-            ProgressBar(total=self._steps, completed=self._done),
-            f"{_minutes(now - self._began)}{left}",
+            Text("starting", style="bold"), Text(f"{timedelta(seconds=int(now - self._began))}", justify="right")
         )
         return head
 
     def _number(self, name: str, value: str) -> Text:
         text = Text.assemble((name, "dim"), " ", (value, "bold"), no_wrap=True)
-        width = max(_CURVE, min(_LONGEST_CURVE, self._console.width - 100))
-        return text.append(f" {curve(self._rewards, width):<{width}}", "cyan") if name == "reward" else text
+        return text.append(f" {curve(self._rewards):<{_CURVE}}", "cyan") if name == "reward" else text
 
     def _table(self, meshes: Mapping[str, MeshState], now: float, width: int) -> RenderableType:
         table = Table.grid(padding=(0, 2), expand=True)
@@ -256,7 +245,7 @@ class RunDisplay:
             if self._training and mesh.took is not None and doing == READY and share is None:
                 idle.append(name)
                 continue
-            last = "" if share is None else _meter(share, _METER * (1 + (self._console.width >= _WIDE)))
+            last = "" if share is None else _meter(share)
             if mesh.took is None:
                 last = f"{now - mesh.since:.0f} s"
             elif not self._training:
@@ -289,9 +278,9 @@ class RunDisplay:
         }
 
 
-def curve(values: Sequence[float], width: int = _CURVE) -> str:
-    """Numbers as a line of bars, between the least and the largest; of more than `width` the means of neighbours."""
-    count = min(width, len(values))
+def curve(values: Sequence[float]) -> str:
+    """Numbers as a line of bars, between the least and the largest; of more than `_CURVE` the means of neighbours."""
+    count = min(_CURVE, len(values))
     parts = [values[len(values) * place // count : len(values) * (place + 1) // count] for place in range(count)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means, default=0.0), max(means, default=0.0)
@@ -299,13 +288,6 @@ def curve(values: Sequence[float], width: int = _CURVE) -> str:
     return "".join(_BARS[round((mean - low) * scale)] for mean in means)
 
 
-def _meter(share: float, width: int) -> Text:
-    full = round(min(1.0, max(0.0, share)) * width)
-    return Text.assemble(("█" * full, "cyan"), ("░" * (width - full), "dim"), f" {share:4.0%}")
-
-
-def _minutes(seconds: float) -> str:
-    """75 → 1:15; 3675 → 1:01:15."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+def _meter(share: float) -> Text:
+    full = round(min(1.0, max(0.0, share)) * _METER)
+    return Text.assemble(("█" * full, "cyan"), ("░" * (_METER - full), "dim"), f" {share:4.0%}")
