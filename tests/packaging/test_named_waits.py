@@ -56,7 +56,6 @@ ENDED_BY = {
     "supervision/run_end.py:unless_given_up": "the work, whose calls wait so long for a trainer that is replaced",
     "supervision/run_end.py:until_either": "any fault or signal, or the end of the mesh or of the work",
     "supervision/supervisor.py:until": "the end of a mesh or its start, which are bounded; `close` cancels who waits",
-    "supervision/provisioner.py:started": "Monarch, the loss of a host, or the mesh's stop",
     "supervision/run_end.py:watched": "the work of a replacement; `close` cancels it",
     "rollout/rollouter.py:_idle": "`_session` cancels it",
     "rollout/rollouter.py:_session": "the program, its idle time, or its end",
