@@ -54,7 +54,6 @@ ENDED_BY = {
     "gateway/sampling.py:__anext__": "the requests, which end",
     "run/run.py:work": "a signal or a fault: `run_serving` watches for both",
     "supervision/run_end.py:unless_given_up": "the work, whose calls wait so long for a trainer that is replaced",
-    "supervision/run_end.py:until_either": "any fault or signal, or the end of the mesh or of the work",
     "supervision/supervisor.py:until": "the end of a mesh or its start, which are bounded; `close` cancels who waits",
     "supervision/run_end.py:watched": "the work of a replacement; `close` cancels it",
     "rollout/rollouter.py:_idle": "`_session` cancels it",
