@@ -223,9 +223,9 @@ async def test_a_router_that_replaces_one_waits_for_generators_that_are_replaced
 
 
 async def test_a_generator_that_dies_on_its_way_back_is_not_taken_for_the_router(draining: Fleet) -> None:
-    await draining.router.sleep("g0")
+    await draining.router.call(GeneratorRouter.sleep, "g0")
     await draining.on(0, "hold_pulls")
-    wake_up = asyncio.create_task(draining.router.wake_up("g0"))
+    wake_up = asyncio.create_task(draining.router.call(GeneratorRouter.wake_up, "g0"))
     await draining.on(0, "wait_for_pull")
     await draining.on(0, "fail_pulls", 1, True)
     await draining.on(0, "release_pulls")

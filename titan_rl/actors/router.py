@@ -185,6 +185,7 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def sleep(self, name: str) -> int:
+        """Take a generator out of service; its requests continue elsewhere. Returns the bytes it freed."""
         self.fleet[name].sleep()
         self.advance()
         try:
@@ -194,6 +195,7 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def wake_up(self, name: str) -> PullReport:
+        """Bring it back with the newest weights, which are verified."""
         return await self._sync.wake_up(name)
 
     # Generators.

@@ -13,7 +13,7 @@ from titan_rl.routing.health import GeneratorStatus
 from titan_rl.rpc.connection import RemoteMethod
 from titan_rl.rpc.requests import Failures, Packed, RequestClient
 from titan_rl.types import Completion, GenerationRequest, Piece, PolicyVersion
-from titan_rl.weights.manifest import FleetPull, Publication, PullReport
+from titan_rl.weights.manifest import FleetPull, Publication
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -150,14 +150,6 @@ class RouterClient(RequestClient):
     async def until_unavailable(self) -> str:
         """Returns when a wanted version that was served cannot be loaded again by any generator: which, and why."""
         return await self.call(GeneratorRouter.until_unavailable)
-
-    async def sleep(self, generator: str) -> int:
-        """Take a generator out of service; its requests continue elsewhere. Returns the bytes it freed."""
-        return await self.call(GeneratorRouter.sleep, generator)
-
-    async def wake_up(self, generator: str) -> PullReport:
-        """Bring it back with the newest weights, which are verified."""
-        return await self.call(GeneratorRouter.wake_up, generator)
 
     async def fleet_status(self) -> list[GeneratorStatus]:
         """As the router that is there now sees it. Raises ActorGone if there is none."""
