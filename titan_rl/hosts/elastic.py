@@ -235,8 +235,9 @@ class HostControl:
         self.workers.pop(host, None)
         supervisor.place_again()
         await supervisor.router.call(GeneratorRouter.resize, table.to_serve())
-        for mesh in on_it:  # it starts elsewhere, unless it is not wanted any more
-            supervisor.report(MeshLeaves(f"{host} leaves", mesh.name))
+        for mesh in on_it:
+            if not mesh.is_idle:  # it starts elsewhere, unless it is not wanted any more
+                supervisor.report(MeshLeaves(f"{host} leaves", mesh.name))
         await supervisor.until(lambda: not supervisor.provisioner.on(host))
         await supervisor.provisioner.detach(host)
         table.leaving.discard(host)
