@@ -109,7 +109,7 @@ class MortalFleet:
             self.router.lose("it was killed")
         else:
             self.generators[name].lose("it was killed")
-            await self.router.generator_lost(name, "it was killed")
+            await self.router.call(GeneratorRouter.generator_lost, name, "it was killed")
         await self.provisioner.stop(name)
 
     async def replace(self, name: str) -> None:
@@ -120,7 +120,7 @@ class MortalFleet:
         else:
             self.generators[name].replace(mesh)
             await self._set_up(name)
-            await self.router.generator_joined(name, self.generators[name].actor)
+            await self.router.call(GeneratorRouter.generator_joined, name, self.generators[name].actor)
 
     async def until_all_serve(self) -> None:
         async def wait() -> None:

@@ -72,14 +72,14 @@ class Fleet:
         return asyncio.create_task(self.router.generate(each))
 
     async def kill(self, index: int) -> None:
-        await self.router.generator_lost(f"g{index}", "it was killed")
+        await self.router.call(GeneratorRouter.generator_lost, f"g{index}", "it was killed")
 
     async def replace(self, index: int, *, hold_pulls: bool = False) -> Any:
         """Another generator takes the place of a dead one. Returns that."""
         before, self.generators[index] = self.generators[index], _scripted()
         if hold_pulls:
             await self.on(index, "hold_pulls")
-        await self.router.generator_joined(f"g{index}", self.generators[index])
+        await self.router.call(GeneratorRouter.generator_joined, f"g{index}", self.generators[index])
         return before
 
     async def ask(self, request_id: str, step: int = 0, who: str = "") -> asyncio.Task[Completion]:

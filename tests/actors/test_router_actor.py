@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from router_fleet import SECONDS, Fleet, publication, request
 
+from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestError, RequestTimeout, WeightsError
 from titan_rl.routing.config import RouterConfig
@@ -145,7 +146,7 @@ async def test_when_all_are_dead_for_good_requests_fail_at_once_with_the_reasons
         call = fleet.generate(request("r"))
         await fleet.live(0, 1)
         await fleet.on(0, "die")
-        await fleet.router.generator_left_out("g0", "it was killed three times")
+        await fleet.router.call(GeneratorRouter.generator_left_out, "g0", "it was killed three times")
         for each in (call, fleet.generate(request("later"))):
             with pytest.raises(GeneratorFailed, match=r"every generator is dead \(g0: it was killed"):
                 await each
@@ -222,9 +223,9 @@ async def test_a_router_that_replaces_one_waits_for_generators_that_are_replaced
 
 
 async def test_a_generator_that_dies_on_its_way_back_is_not_taken_for_the_router(draining: Fleet) -> None:
-    await draining.router.sleep("g0")
+    await draining.router.call(GeneratorRouter.sleep, "g0")
     await draining.on(0, "hold_pulls")
-    wake_up = asyncio.create_task(draining.router.wake_up("g0"))
+    wake_up = asyncio.create_task(draining.router.call(GeneratorRouter.wake_up, "g0"))
     await draining.on(0, "wait_for_pull")
     await draining.on(0, "fail_pulls", 1, True)
     await draining.on(0, "release_pulls")
@@ -276,7 +277,7 @@ async def test_the_requests_of_a_lost_client_are_stopped_wherever_they_are() -> 
         waiting = await fleet.ask("waiting", step=1, who="rollout0")
         other = await fleet.ask("other", who="rollout1")
         await fleet.live(0, 2)
-        await fleet.router.client_lost("rollout0")
+        await fleet.router.call(GeneratorRouter.client_lost, "rollout0")
         assert list(await fleet.live(0, 1)) == ["other"]
         again = [await fleet.ask(each) for each in ("running", "waiting")]
         await fleet.live(0, 3)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from router_fleet import Fleet, request
 
+from titan_rl.actors.router import GeneratorRouter
 from titan_rl.errors import WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import FinishReason, PolicyVersion
@@ -74,14 +75,14 @@ async def test_a_sleeping_generator_serves_nothing_and_wakes_through_a_pull(drai
     call = draining.generate(request("r"))
     await draining.live(0, 1)
     await draining.on(0, "progress", 1)
-    assert await draining.router.sleep("g0") == 0
+    assert await draining.router.call(GeneratorRouter.sleep, "g0") == 0
     (attempt,) = (await draining.live(1, 1)).values()
     assert attempt.prompt_token_ids.tolist() == [0, 1, 2, 3]
     await draining.on(1, "finish", [attempt.request_id], 1)
     await call
     assert (await draining.pull(1)).failures == {"g0": "it is asleep"}
     assert await draining.states() == ["asleep", "serving"]
-    assert await draining.router.wake_up("g0") == PolicyVersion(0, 1)
+    assert await draining.router.call(GeneratorRouter.wake_up, "g0") == PolicyVersion(0, 1)
     assert await draining.states() == ["serving", "serving"]
 
 

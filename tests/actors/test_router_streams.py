@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 from router_fleet import SECONDS, Fleet, request
 
+from titan_rl.actors.router import GeneratorRouter
 from titan_rl.errors import GeneratorFailed, RequestLost
 from titan_rl.routing.config import RouterConfig
 from titan_rl.types import Completion, FinishReason, Piece, PolicyVersion
@@ -149,6 +150,6 @@ async def test_a_stream_that_nobody_can_serve_fails_with_the_cause(swapping: Fle
     with pytest.raises(RequestLost, match="2 generators died under it .it was killed"):
         await anext(stream)
     for index in range(2):
-        await swapping.router.generator_left_out(f"g{index}", "it was killed three times")
+        await swapping.router.call(GeneratorRouter.generator_left_out, f"g{index}", "it was killed three times")
     with pytest.raises(GeneratorFailed, match="every generator is dead"):
         await anext(swapping.stream(request("later")))

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from titan_rl.actors.router import GeneratorRouter
 from titan_rl.config import RunConfig
 from titan_rl.config_registry import copy4
 from titan_rl.errors import MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.hosts.elastic import HostControl
 from titan_rl.hosts.facts import HostFacts
+from titan_rl.rpc.connection import RemoteMethod
 from titan_rl.supervision import managed_mesh
 from titan_rl.supervision import supervisor as module
 from titan_rl.supervision.mesh_kinds import KINDS, MeshKind
@@ -84,7 +86,7 @@ class Client:
         self.peers: dict[str, Any] = {}
         self.held = asyncio.Event()
         self.held.set()
-        self.joined: list[tuple[str, str]] = []
+        self.joined: list[tuple[str, ...]] = []
         self.lost: list[str] = []
         self.serving: int | None = None
         self.spares: list[str] = []
@@ -118,21 +120,16 @@ class Client:
 
     async def close(self) -> None: ...
 
-    async def generator_lost(self, name: str, reason: str) -> None: ...
-
-    async def generator_left_out(self, name: str, reason: str) -> None: ...
-
-    async def resize(self, serving: int) -> None:
-        self.serving = serving
+    async def call(self, endpoint: RemoteMethod[..., Any], *args: Any) -> None:
+        """Of the router."""
+        if endpoint is GeneratorRouter.resize:
+            (self.serving,) = args
+        elif endpoint is GeneratorRouter.generator_joined:
+            self.joined.append(args)
 
     async def fleet_status(self) -> list[Any]:
         counts = {"in_flight": 0, "version": "none"}
         return [SimpleNamespace(name=name, state="asleep", **counts) for name in self.spares]
-
-    async def client_lost(self, name: str) -> None: ...
-
-    async def generator_joined(self, name: str, rank0: str) -> None:
-        self.joined.append((name, rank0))
 
 
 class Run:

@@ -63,6 +63,17 @@ async def test_what_a_leaving_host_has_goes_elsewhere_and_has_not_failed(runs: R
     assert run.run_end.settle() is None
 
 
+async def test_a_host_may_leave_whose_generator_was_left_out_before(runs: Runs) -> None:
+    run, control = await commanded(runs, two_hosts(least_generators=1, restarts=0), *CPU)
+    gone = run.generator_on("host1")
+    run.kill(gone)
+    await run.until(f"{gone} failed 1 time and is left out")
+    await control.do("remove", ["host1"])
+    await run.until_back("rollout0")
+    assert [*run.processes.hosts] == ["host0"] and gone not in run.meshes.table.fleet
+    assert run.run_end.settle() is None
+
+
 async def test_a_leaving_host_leaves_the_least_number_of_generators(runs: Runs) -> None:
     run, control = await commanded(runs, two_hosts(least_generators=2), *CPU)
     moves = run.generator_on("host1")

@@ -11,7 +11,7 @@ from scripted_system import World, holding, settle
 
 from titan_rl.errors import MeshFailed, Stopped, TaskError, TitanError, TrainingError
 from titan_rl.run.training import train_and_save
-from titan_rl.supervision.run_end import Announcer, RunEnd, until_either
+from titan_rl.supervision.run_end import RunEnd, announcer, until_either
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Run:
     def __init__(self, world: World, *, checkpoint: Path | None = CHECKPOINT) -> None:
         self.world = world
         self.said: list[str] = []
-        self.end = RunEnd(Announcer(self.said.append, stopping="saving"))
+        self.end = RunEnd(announcer(self.said.append, stopping="saving"))
         self.meshes = Meshes(self.end)
 
         async def save() -> str:

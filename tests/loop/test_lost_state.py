@@ -11,7 +11,7 @@ from scripted_system import World, holding, settle
 from titan_rl.errors import ActorGone, RollbackNeeded
 from titan_rl.loop.checkpoint_files import checkpoints
 from titan_rl.run.training import train_and_save
-from titan_rl.supervision.run_end import Announcer, RunEnd
+from titan_rl.supervision.run_end import RunEnd, announcer
 from titan_rl.types import PolicyVersion
 
 LOST = RollbackNeeded("no copy of v3 is usable: rank 0: the copy is torn")
@@ -166,7 +166,7 @@ async def test_a_trainer_that_dies_while_a_checkpoint_is_cut_costs_the_checkpoin
 async def test_nothing_is_announced_or_saved_when_another_loop_goes_on(tmp_path: Path) -> None:
     world, said = World(steps=3, directory=tmp_path), []
     world.script.errors["train 2"] = [LOST]
-    meshes = SimpleNamespace(run_end=RunEnd(Announcer(said.append, stopping="saving")))
+    meshes = SimpleNamespace(run_end=RunEnd(announcer(said.append, stopping="saving")))
 
     async def save() -> str:
         return await world.loop.save()

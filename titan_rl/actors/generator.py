@@ -222,7 +222,6 @@ class GeneratorClient(MeshClient):
     actor_class = Generator
 
     async def close(self) -> None:
-        """End the engine loop on every rank."""
         await self.call_all(None, Generator.close)
 
     async def _set_up(self, peers: dict[str, Any]) -> list[int]:

@@ -32,6 +32,7 @@ from typing import Any
 
 from monarch.rdma import RDMABuffer
 
+from titan_rl.actors.sample_stores import PATIENCE_SECONDS, SLOWEST_BYTES_PER_SECOND
 from titan_rl.errors import WeightsError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
@@ -46,8 +47,7 @@ not count either."""
 READS = 3
 """Chunks that are fetched from one parent at a time: while one is on the link, others are asked for and stored."""
 
-PATIENCE_SECONDS = 10
-SLOWEST_BYTES_PER_SECOND, SLOWEST_MEMORY = 10 << 20, 200 << 20
+SLOWEST_MEMORY = 200 << 20
 """A parent is late if a chunk has not come after the patience and the time that all chunks in flight take at the first
 speed, or if it has not opened a publication after the patience and the time that making memory for it takes at the
 second. That a parent is gone, its connection tells sooner; that its memory cannot be read any more, nothing tells."""

@@ -147,7 +147,6 @@ class Suspects:
         return True
 
     def ended(self, group: Hashable) -> None:
-        """A group reached its end."""
         self._ended += 1
         self._losses.pop(group, None)
 
@@ -179,7 +178,6 @@ class RolloutWorkers:
         return batch.stored_ids.keys() <= self.stores.keys()
 
     def ready(self, info: TaskInfo) -> None:
-        """A worker was set up."""
         self.held_out = info.held_out
         self._worker_ready.set()
 
@@ -283,7 +281,6 @@ class RolloutWorkers:
         return await asyncio.gather(*itertools.starmap(store, enumerate(reports)))
 
     async def held(self) -> list[HeldReport]:
-        """What every store holds now."""
         return await self._all(RolloutWorker.held, dict.fromkeys(self.stores, ()))
 
     @property

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class GeneratorRouter(RequestServer):
-    """The endpoints are the calls of `RouterClient`, which documents them."""
+    """`RouterClient` documents the endpoints that it has calls for."""
 
     def __init__(
         self,
@@ -185,6 +185,7 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def sleep(self, name: str) -> int:
+        """Take a generator out of service; its requests continue elsewhere. Returns the bytes it freed."""
         self.fleet[name].sleep()
         self.advance()
         try:
@@ -194,6 +195,7 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def wake_up(self, name: str) -> PolicyVersion:
+        """Bring it back with the newest weights, which are verified."""
         return await self._sync.wake_up(name)
 
     # Generators.
@@ -204,23 +206,28 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def generator_joined(self, name: str, rank0: Any) -> None:
+        """A generator is set up, maybe in the place of a dead one of its name. It pulls, is verified, and serves; this
+        call does not wait for that."""
         self._lost(name, "it was replaced")
         self._join(name, rank0)
         self.advance()
 
     @endpoint
     async def generator_lost(self, name: str, reason: str) -> None:
-        """The generator may be unknown: dead before this router was there."""
+        """One of its processes has ended. Its requests continue elsewhere at once; without this, a call to the dead
+        process may notice late or never. It may be unknown: dead before this router was there."""
         self._lost(name, reason)
 
     @endpoint
     async def generator_left_out(self, name: str, reason: str) -> None:
+        """A dead generator will not be replaced. When all are left out, requests fail."""
         self._lost(name, reason)
         self.fleet.give_up(name, reason)
         self.advance()
 
     @endpoint
     async def resize(self, serving: int) -> None:
+        """So many generators are to be in service from now on; the others are spares."""
         self.fleet.resize(serving)
         self.advance()
 

@@ -125,7 +125,7 @@ class RouterClient(RequestClient):
     # The fleet.
 
     async def _set_up(self, peers: dict[str, Any]) -> list[int]:
-        return [await self._call(self._seconds, GeneratorRouter.setup, self._wanted)]
+        return [await self.connection.call(self._seconds, GeneratorRouter.setup, self._wanted)]
 
     async def pull_model_state_dict(self, *wanted: Publication, version: PolicyVersion | None = None) -> FleetPull:
         """Let the fleet serve these publications, each by some generator, and no others; most serve the newest.
@@ -149,41 +149,11 @@ class RouterClient(RequestClient):
 
     async def until_unavailable(self) -> str:
         """Returns when a wanted version that was served cannot be loaded again by any generator: which, and why."""
-        return await self._call(None, GeneratorRouter.until_unavailable)
-
-    async def sleep(self, generator: str) -> int:
-        """Take a generator out of service; its requests continue elsewhere. Returns the bytes it freed."""
-        return await self._call(None, GeneratorRouter.sleep, generator)
-
-    async def wake_up(self, generator: str) -> PolicyVersion:
-        """Bring it back with the newest weights, which are verified."""
-        return await self._call(None, GeneratorRouter.wake_up, generator)
+        return await self.call(GeneratorRouter.until_unavailable)
 
     async def fleet_status(self) -> list[GeneratorStatus]:
         """As the router that is there now sees it. Raises ActorGone if there is none."""
         return await self.connection.call(self._seconds, GeneratorRouter.fleet_status)
-
-    async def generator_lost(self, generator: str, reason: str) -> None:
-        """One of its processes has ended. Its requests continue elsewhere at once; without this, a call to the dead
-        process may notice late or never."""
-        await self._call(self._seconds, GeneratorRouter.generator_lost, generator, reason)
-
-    async def generator_joined(self, generator: str, rank0: Any) -> None:
-        """A generator is set up, maybe in the place of a dead one of its name. It pulls, is verified, and serves; this
-        call does not wait for that."""
-        await self._call(self._seconds, GeneratorRouter.generator_joined, generator, rank0)
-
-    async def generator_left_out(self, generator: str, reason: str) -> None:
-        """A dead generator will not be replaced. When all are left out, requests fail."""
-        await self._call(self._seconds, GeneratorRouter.generator_left_out, generator, reason)
-
-    async def resize(self, serving: int) -> None:
-        """So many generators are to be in service from now on; the others are spares."""
-        await self._call(self._seconds, GeneratorRouter.resize, serving)
-
-    async def client_lost(self, who: str) -> None:
-        """The processes of this mesh are gone: stop their requests. When this returns, their ids may be used again."""
-        await self._call(None, GeneratorRouter.client_lost, who)
 
     async def watch(self) -> None:
         """Return when the router is closed. Raises ActorFailed when it has ended by itself, and ActorGone when its
@@ -195,10 +165,10 @@ class RouterClient(RequestClient):
         await self.connection.call(self._seconds, GeneratorRouter.close)
         await self.disconnect()
 
-    async def _call(self, seconds: float | None, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Without a bound for what waits for generators: no clock here knows how many of them drain or pull one after
-        the other. The router bounds each of their steps, and a router that hangs is replaced."""
-        return await self.retry_on_replacement(lambda: self.connection.call(seconds, endpoint, *args, **kwargs))
+    async def call(self, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the router that is there, or will be. Without a bound: no clock here knows how many generators drain or
+        pull one after the other. The router bounds each of their steps, and a router that hangs is replaced."""
+        return await self.retry_on_replacement(lambda: self.connection.call(None, endpoint, *args, **kwargs))
 
 
 def _in_use(request_id: str) -> RequestError:

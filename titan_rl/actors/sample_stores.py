@@ -96,7 +96,6 @@ class AnyHostSource:
         return tuple(found[position] for position in range(len(batch)))
 
     async def close(self) -> None:
-        """Disconnect from the stores."""
         await asyncio.gather(*(keeper.close() for keeper in self._stores.values()))
 
     def _fetch_from(self, store: str, batch: SampleBatch) -> list[TrainingSample]:

@@ -230,7 +230,6 @@ class HostAgent(ConnectedActor):
 
     @endpoint
     async def remove_segments(self, channel: str) -> None:
-        """Remove the run's files in shared memory that belong to a channel; empty: all."""
         remove_segments_of(os.getpid(), channel=channel)
 
     @endpoint

@@ -23,8 +23,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_rl.actors.router import GeneratorRouter
 from titan_rl.directories import CONTROL
-from titan_rl.errors import ConfigError, TitanError
+from titan_rl.errors import ConfigError, MeshLeaves, TitanError
 from titan_rl.hosts.facts import transport
 from titan_rl.overrides import Command, Verb, did_you_mean, print_error
 from titan_rl.routing.health import Phase
@@ -166,7 +167,7 @@ class HostControl:
             new.pop()
         self._generators_ever += len(new)
         table.fleet += new
-        await supervisor.router.resize(table.to_serve())
+        await supervisor.router.call(GeneratorRouter.resize, table.to_serve())
         await supervisor.start_missing()
         lines = [
             f"{name} ({worker}) has joined{'' if name in table.hosts else ', and is lost again'}"
@@ -233,8 +234,10 @@ class HostControl:
         table.leaving.add(host)
         self.workers.pop(host, None)
         supervisor.place_again()
-        await supervisor.router.resize(table.to_serve())
-        supervisor.retire([mesh.name for mesh in on_it], f"{host} leaves")
+        await supervisor.router.call(GeneratorRouter.resize, table.to_serve())
+        for mesh in on_it:
+            if not mesh.is_idle:  # it starts elsewhere, unless it is not wanted any more
+                supervisor.report(MeshLeaves(f"{host} leaves", mesh.name))
         await supervisor.until(lambda: not supervisor.provisioner.on(host))
         await supervisor.provisioner.detach(host)
         table.leaving.discard(host)

@@ -129,11 +129,9 @@ class Host:
         return self._watch.any_ended(spawn)
 
     async def expect_ends(self, spawn: str, kill: bool) -> None:
-        """As `ProcessWatch` does."""
         await asyncio.to_thread(self._watch.expect_ends, spawn, kill)
 
     async def end(self, spawn: str) -> None:
-        """As `ProcessWatch` does."""
         await asyncio.to_thread(self._watch.end, spawn)
 
     async def remove_segments(self, channel: str) -> None:

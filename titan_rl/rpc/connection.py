@@ -254,6 +254,8 @@ class Connection:
         self._lost = reason
         if self._link is not None:
             self.ended(self._link, reason)
+        else:
+            self._on_lost(reason)
 
     def replace(self, actor: Any) -> None:
         """From now on this actor is called. Open calls to the one before fail."""

@@ -130,7 +130,6 @@ class MeshClient:
                     raise gone from None
 
     def _retry_now(self) -> None:
-        """Calls that wait for a replacement are made again."""
         self._can_retry.set()
         self._can_retry = asyncio.Event()
 

@@ -279,11 +279,6 @@ class RequestClient(MeshClient):
         self._send_tick()  # the server would ignore an abort that arrives before its request
         self.connection.tell(RequestServer.abort, request_ids)
 
-    def lose(self, reason: str) -> None:
-        """The server is gone: open requests fail, and so do later ones until `replace`."""
-        self._fail(list(self._open), ActorGone(reason))
-        super().lose(reason)
-
     async def disconnect(self) -> None:
         """Disconnect. Open requests fail, and the server stops them."""
         self._send_tick()

@@ -37,7 +37,7 @@ from titan_rl.run.runs import Resume, how_to_go_on, write_config
 from titan_rl.run.start import Options, bring_up
 from titan_rl.run.training import NOTHING_SAVED, Training
 from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
-from titan_rl.supervision.run_end import Announcer, RunEnd
+from titan_rl.supervision.run_end import RunEnd, announcer
 from titan_rl.view.report import REPORT, write_report
 from titan_rl.view.timelines import write_trace
 from titan_rl.weights.segment_files import remove_segments_of
@@ -144,7 +144,7 @@ def conduct(
     remove_segments_of(os.getpid())  # of a dead run with this process id: a container that started again has the same
     directory = directory or make_run_directory(config)
     lock = lock_run(directory)
-    announce = Announcer(say, stopping=stopping)
+    announce = announcer(say, stopping=stopping)
 
     async def until_the_end() -> tuple[int, str]:
         run_end = RunEnd(announce)

@@ -210,7 +210,6 @@ class ListedRun:
 
 
 def list_runs(directory: Path) -> list[ListedRun]:
-    """The runs below a directory, the newest last."""
     return sorted(map(summarize, (file.parent for file in directory.glob(f"*/{CONFIG}"))), key=lambda run: run.started)
 
 

@@ -32,7 +32,7 @@ from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.one_line import counted
 from titan_rl.run.runs import Resume, begun, write_config
 from titan_rl.run.start import bring_up
-from titan_rl.supervision.run_end import RunEnd
+from titan_rl.supervision.run_end import RunEnd, until_either
 from titan_rl.view.display import RunDisplay
 from titan_rl.view.findings import Kind, findings
 from titan_rl.view.read import read_run
@@ -216,8 +216,12 @@ async def train_and_save(
                 work, seconds = end.unless_given_up("trainer", save()), None
             else:  # it waits for no replacement
                 work, seconds = meshes.unless_lost("trainer", save()), SAVE_SECONDS
-            if where := await _save(work, end, seconds=seconds):
-                say(where)
+            async with until_either(work, end.hurry.wait(), seconds) as saving:
+                if not saving.done():
+                    late = f"the trainer did not answer within {seconds or 0:g} s"
+                    raise TrainingError("another signal asked not to wait for it" if end.hurry.is_set() else late)
+                if where := saving.result():
+                    say(where)
         except Exception as error:
             _log.error("%s not saved", what, exc_info=error)
             say(f"{what} not saved: {error}")
@@ -229,19 +233,3 @@ async def train_and_save(
     await loop.end(failed=cause is not None)
     if cause is not None:
         raise cause
-
-
-async def _save(work: Coroutine[Any, Any, str], end: RunEnd, *, seconds: float | None) -> str:
-    saving = asyncio.ensure_future(work)
-    hurry = asyncio.ensure_future(end.hurry.wait())
-    try:
-        await asyncio.wait({saving, hurry}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if saving.done():
-            return saving.result()
-        if hurry.done():
-            raise TrainingError("another signal asked not to wait for it")
-        raise TrainingError(f"the trainer did not answer within {seconds:g} s")
-    finally:
-        for task in (saving, hurry):
-            task.cancel()
-        await asyncio.gather(saving, hurry, return_exceptions=True)

@@ -109,16 +109,13 @@ class ManagedMesh:
         return self.failures > self.restarts
 
     def begin(self) -> None:
-        """New processes are started."""
         self._move(MeshState.STARTING)
 
     def bear(self) -> None:
-        """All processes of this start run."""
         self._move(MeshState.BORN)
         self.handle, self.births = self.client.actor, self.births + 1
 
     def ready(self, pids: list[int], now: float) -> None:
-        """It is set up."""
         self._move(MeshState.UP)
         self.pids, self.up_since, self.ends_start = pids, now, False
 

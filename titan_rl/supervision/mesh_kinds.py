@@ -142,7 +142,7 @@ class MeshKind:
     async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
         """It is lost. Nobody waits any more for what it has asked the router for."""
         if Kind.ROUTER in self.calls:
-            await self.router.client_lost(mesh.name)
+            await self.router.call(GeneratorRouter.client_lost, mesh.name)
 
     async def announce_end(self, mesh: ManagedMesh, reason: str) -> None:
         """It will not be back."""
@@ -207,13 +207,13 @@ class GeneratorKind(MeshKind):
         return {"relay": relay and relay.handle}
 
     async def announce(self, mesh: ManagedMesh) -> None:
-        await self.router.generator_joined(mesh.name, mesh.handle)
+        await self.router.call(GeneratorRouter.generator_joined, mesh.name, mesh.handle)
 
     async def announce_loss(self, mesh: ManagedMesh, reason: str) -> None:
-        await self.router.generator_lost(mesh.name, reason)
+        await self.router.call(GeneratorRouter.generator_lost, mesh.name, reason)
 
     async def announce_end(self, mesh: ManagedMesh, reason: str) -> None:
-        await self.router.generator_left_out(mesh.name, reason)
+        await self.router.call(GeneratorRouter.generator_left_out, mesh.name, reason)
 
 
 class RelayKind(MeshKind):

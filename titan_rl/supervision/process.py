@@ -116,13 +116,9 @@ def _remove(directory: Path, owner_pid: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def sweep_dead_scratch(parent: Path) -> list[Path]:
-    """Remove the scratch directories of this user's dead processes; returns them."""
-    removed = []
+def sweep_dead_scratch(parent: Path) -> None:
     for directory in dead_scratch(parent):
         shutil.rmtree(directory, ignore_errors=True)
-        removed.append(directory)
-    return removed
 
 
 def dead_scratch(parent: Path) -> Iterator[Path]:

@@ -35,6 +35,7 @@ from titan_rl.supervision import proxy
 from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, MeshPlan
 from titan_rl.supervision.process import prepare_process
+from titan_rl.supervision.run_end import until_either
 
 STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""
@@ -105,15 +106,12 @@ class SpawnedProcesses:
     async def started(self) -> str:
         """Returns when the processes have started or failed to, or will not be waited for any more: Monarch's reason if
         they have failed to, else nothing."""
-        starting = asyncio.gather(*(part.initialized for _, part, _ in self._parts), return_exceptions=True)
-        either: list[asyncio.Future[Any]] = [starting, asyncio.ensure_future(self.over.wait())]
-        try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+
+        async def start() -> list[Any]:
+            return await asyncio.gather(*(part.initialized for _, part, _ in self._parts), return_exceptions=True)
+
+        async with until_either(start(), self.over.wait()) as starting:
             results = starting.result() if starting.done() else []
-        finally:
-            for each in either:
-                each.cancel()
-            await asyncio.gather(*either, return_exceptions=True)
         return next((_first_lines(str(each)) for each in results if isinstance(each, Exception)), "")
 
     async def stop(self, *, kill: bool = False) -> None:

@@ -8,8 +8,9 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from titan_rl.errors import ActorGone, RollbackNeeded, Stopped, TitanError
@@ -127,32 +128,30 @@ class RunEnd:
 
 
 @contextlib.asynccontextmanager
-async def until_either(work: Coroutine[Any, Any, T], end: asyncio.Future[Any]) -> AsyncIterator[asyncio.Future[T]]:
-    """Begins when `work` or `end` is done, with the task of `work`, which is cancelled after the block."""
-    task = asyncio.ensure_future(work)
+async def until_either(
+    work: Awaitable[T], end: Awaitable[Any], seconds: float | None = None
+) -> AsyncIterator[asyncio.Future[T]]:
+    """Begins when `work` or `end` is done, or after these seconds, with the task of `work`. After the block, coroutines
+    of both are cancelled; a future is its owner's."""
+    task, other = asyncio.ensure_future(work), asyncio.ensure_future(end)
     try:
-        await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, other}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         yield task
     finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        begun = [each for each, given in ((task, work), (other, end)) if each is not given]
+        for each in begun:
+            each.cancel()
+        await asyncio.gather(*begun, return_exceptions=True)
 
 
-class Announcer:
-    """Prints what ends a run, as soon as it is known, and each text only once."""
+def announcer(say: Callable[[str], None], *, stopping: str) -> Callable[[Exception], None]:
+    """Says what ends a run, each text only once. What happens next, `stopping`, follows the name of a stop signal."""
 
-    def __init__(self, say: Callable[[str], None], *, stopping: str) -> None:
-        """What happens next, `stopping`, is said after the name of a stop signal."""
-        self._say = say
-        self._stopping = stopping
-        self._said: set[str] = set()
+    @functools.cache
+    def say_once(text: str) -> None:
+        say(text)
 
-    def __call__(self, error: Exception) -> None:
-        if isinstance(error, Stopped):
-            text = f"{error}: {self._stopping}"
-        else:
-            text = f"failed: {type(error).__name__}: {error}"
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
+    def announce(error: Exception) -> None:
+        say_once(f"{error}: {stopping}" if isinstance(error, Stopped) else f"failed: {type(error).__name__}: {error}")
+
+    return announce

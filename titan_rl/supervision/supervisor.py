@@ -20,7 +20,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ from titan_rl.actors.gateway import GatewayClient
 from titan_rl.actors.rollouts import RolloutWorkers
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorGone, HostLost, MeshFailed, MeshLeaves, TitanError
+from titan_rl.errors import ActorGone, HostLost, MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.system import System
 from titan_rl.policy.models.tiny import model_directory
@@ -267,15 +267,11 @@ class Supervisor:
     async def _unless_lost(self, mesh: ManagedMesh, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`. If the mesh is lost, raise its fault instead of waiting for an answer that cannot come."""
         losses = mesh.losses
-        lost = asyncio.ensure_future(self.until(lambda: mesh.losses > losses))
-        try:
-            async with until_either(work, lost) as task:
-                if not task.done():
-                    assert mesh.fault is not None
-                    raise mesh.fault
-                return task.result()
-        finally:
-            lost.cancel()
+        async with until_either(work, self.until(lambda: mesh.losses > losses)) as task:
+            if not task.done():
+                assert mesh.fault is not None
+                raise mesh.fault
+            return task.result()
 
     async def _watch(self, mesh: ManagedMesh) -> None:
         """Report a mesh whose actor ends by itself, or that makes no progress, or to which the link is lost: calls to
@@ -386,8 +382,3 @@ class Supervisor:
             why = f"; placement.least_generators is {least}" if generator else ""
             self.run_end.end(MeshFailed(f"{times}: {mesh.fault}{why}", mesh.name))
         return True
-
-    def retire(self, names: Sequence[str], reason: str) -> None:
-        """End meshes by command. They start elsewhere, unless they are not wanted any more."""
-        for name in names:
-            self._note(MeshLeaves(reason, name))

@@ -18,6 +18,7 @@ from typing import Any
 
 from parts.fleet import Fleet, fleet, make_request
 
+from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.routing.health import GeneratorStatus
@@ -88,7 +89,7 @@ async def _kill(up: Fleet, router: RouterClient) -> float:
     killed = time.monotonic()
     os.kill(up.pids[VICTIM][0], signal.SIGKILL)
     await heard.wait()
-    await router.generator_lost(VICTIM, "it was killed")
+    await router.call(GeneratorRouter.generator_lost, VICTIM, "it was killed")
     return killed
 
 
@@ -124,7 +125,7 @@ async def _windows(
     await up.start(VICTIM)
     after = await _status(router)
     to_the_dead = after.in_flight + after.served + after.failed - before.in_flight - before.served - before.failed
-    await router.generator_joined(VICTIM, up.generators[VICTIM])
+    await router.call(GeneratorRouter.generator_joined, VICTIM, up.generators[VICTIM])
     while (await _status(router)).state != "serving":
         pass  # each look is a round trip
     serves_again = time.monotonic() - starts
