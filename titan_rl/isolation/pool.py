@@ -56,6 +56,8 @@ SLACK_SECONDS = 5.0
 react to their cancellation."""
 PAUSE_SECONDS = 10.0
 """How long no further process is tried after one could not be made, as where there are too many on the host."""
+FORK_TRIES = 3
+"""Of a process whose fork server dies while it is made: those who wait for it lose nothing."""
 LONGEST_TRACEBACK = 1 << 16
 """Characters at the end of a traceback of user code that are logged."""
 
@@ -272,19 +274,25 @@ class UserCodePool:
         self._dispatch_soon()
 
     async def _fork(self) -> ForkedProcess:
-        async with self._starting:
-            if self._closed or self._server is None:
-                raise TaskError(self._closed)
-            if self._server.gone:
-                self.restarts += 1
-                logger.warning("environment %s: its fork server has died; starting a new one", self._setup.name)
-                await self._server.stop()
-                self._server = ForkServerClient(self._setup)
-                await self._server.start()
-                if self._closed:
+        for left in reversed(range(FORK_TRIES)):
+            async with self._starting:
+                if self._closed or self._server is None:
+                    raise TaskError(self._closed)
+                if self._server.gone:
+                    self.restarts += 1
+                    logger.warning("environment %s: its fork server has died; starting a new one", self._setup.name)
                     await self._server.stop()
-            server = self._server
-        return await server.fork()
+                    self._server = ForkServerClient(self._setup)
+                    await self._server.start()
+                    if self._closed:
+                        await self._server.stop()
+                server = self._server
+            try:
+                return await server.fork()
+            except ActorGone:  # it died just now, and nothing has run in what it was to fork
+                if not left:
+                    raise
+        raise AssertionError
 
     def _receive(self, fork: _Fork, results: list[CallResult]) -> None:
         answered = [(fork.calls.pop(each.number), each) for each in results if each.number in fork.calls]
