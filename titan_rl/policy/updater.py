@@ -96,6 +96,7 @@ class PolicyUpdater:
         """
         self._loss: Objective = build_loss(config.loss)
         shape = read_shape(model_path)
+        shape.check_tensor_parallel("trainer.tensor_parallel", config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
         import_torchtitan(device)
         from titan_rl.policy.models.model import build_policy
