@@ -111,14 +111,12 @@ class _Speaker:
             if said >= len(self.turns):
                 return Message("assistant", ""), FinishReason.STOP
             return self.turns[said], FinishReason.STOP
-        chance = random.Random(derive_seed("survey", request.seed))
-        text = ""
-        while len(text) < self.longest:
-            drawn = chance.randrange(len(self.symbols) + 1)
-            if drawn == len(self.symbols):
-                return Message("assistant", text), FinishReason.STOP
-            text += self.symbols[drawn]
-        return Message("assistant", text), FinishReason.LENGTH
+        chance, choices = (
+            random.Random(derive_seed("survey", request.seed)),
+            (*self.symbols, ""),
+        )  # the last one ends it
+        text = "".join(itertools.takewhile(bool, (chance.choice(choices) for _ in range(self.longest))))
+        return Message("assistant", text), FinishReason.STOP if len(text) < self.longest else FinishReason.LENGTH
 
 
 async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
@@ -261,15 +259,10 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warm
         elif info.multi_turn or info.plays:
             add("policy.tiny.special_tokens", (UNKNOWN,), "is read for a reply with other characters")
     new = width * turn + 2  # one that is too long costs reward, so that ending is learned
+    why = f"the longest right answer has {width * turn}; one ends it, one is too many"
     if trained and new < LEAST_THOUGHT:
-        new = LEAST_THOUGHT
-        add("rollout.sampling.max_new_tokens", new, "room to think")
-    else:
-        add(
-            "rollout.sampling.max_new_tokens",
-            new,
-            f"the longest right answer has {width * turn}; one ends it, one is too many",
-        )
+        new, why = LEAST_THOUGHT, "room to think"
+    add("rollout.sampling.max_new_tokens", new, why)
     turns = max(found.turns, 2 if info.multi_turn or info.tools else 1)
     if turns > 1:
         add("rollout.max_turns", turns, "the most that were seen")

@@ -223,11 +223,7 @@ class RunDisplay:
     def _head(self, now: float) -> RenderableType:
         if self._training:
             return self._progress.get_renderable()
-        head = Table.grid(padding=(0, 1), expand=True)
-        head.add_row(
-            Text("starting", style="bold"), Text(f"{timedelta(seconds=int(now - self._began))}", justify="right")
-        )
-        return head
+        return Text.assemble(("starting", "bold"), f"  {timedelta(seconds=int(now - self._began))}")
 
     def _number(self, name: str, value: str) -> Text:
         text = Text.assemble((name, "dim"), " ", (value, "bold"), no_wrap=True)
