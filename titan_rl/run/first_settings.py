@@ -23,7 +23,7 @@ from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import TOOL_ERROR, Environment
 from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, TaskCheck, TaskInfo, UserCall
-from titan_rl.metrics.rollout_record import PlainMessage, RolloutRecord
+from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.run.players import Player, message_player
 from titan_rl.seeding import derive_seed
 from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
@@ -217,9 +217,7 @@ def _asked(player: Player, index: int, samples: int) -> Any:
 def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:
     """What was said in rollouts by others than the policy."""
     for rollout in rollouts:
-        messages: list[PlainMessage] = [*rollout.messages]
-        for side in rollout.side_conversations:
-            messages += side
+        messages = list(itertools.chain(rollout.messages, *rollout.side_conversations))
         if not rollout.error:
             found.best = max(found.best, rollout.reward)
         found.turns = max(found.turns, sum(message["role"] == "assistant" for message in messages))
