@@ -112,9 +112,9 @@ def import_user_module(name: str) -> ModuleType:
             raise ConfigError(f"there is no module {name!r}") from error
 
 
-def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
+def import_name(name: str, short_names: Mapping[str, str] | None = None, base: type = object) -> Any:
     """The object that `name` names: a key of `short_names` (short name → `pkg.mod:Name`), `pkg.mod:Name`, or
-    `file.py:Name`. Raises ConfigError: there is none, or its module cannot be imported."""
+    `file.py:Name`. Raises ConfigError: there is none, its module cannot be imported, or it is no subclass of `base`."""
     short_names = short_names or {}
     target = short_names.get(name, name)
     where, colon, attribute = target.rpartition(":")
@@ -124,7 +124,9 @@ def import_name(name: str, short_names: Mapping[str, str] | None = None) -> Any:
         known = f"one of {', '.join(sorted(short_names))}, " if short_names else ""
         raise ConfigError(f"{name!r} names nothing: expected {known}'pkg.mod:Name' or 'file.py:Name'")
     module = import_user_module(where)
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        raise ConfigError(f"{name!r}: module {where!r} has no {attribute!r}") from None
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{name!r}: module {where!r} has no {attribute!r}")
+    found = getattr(module, attribute)
+    if base is not object and not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{name} is no subclass of {base.__module__}.{base.__qualname__}")
+    return found

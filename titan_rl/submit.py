@@ -5,12 +5,8 @@ Every node runs `python -m titan_rl.train …` with RANK, WORLD_SIZE, MASTER_ADD
 (`hosts.worker`): rank 0 is the controller, every other rank a worker. A job that is started again goes on, because each
 start has `--resume auto`, in a directory that belongs to this job alone.
 
-`run/README.md` says what becomes of a job that is taken back, fails or runs out of time.
-
-Monarch's job classes are not used (0.7); its workers and its attachment are. SlurmJob names one port before it has
-nodes, so two jobs on a node collide. Its workers end at the SIGTERM by which Slurm takes a job back, before a trainer
-that spans nodes has saved, and it never queues a job again. KubernetesJob's workers listen on every interface; it needs
-an operator in the cluster and a controller outside the job, and writes no manifest.
+`run/README.md` says what becomes of a job that is taken back, fails or runs out of time, and why Monarch's job classes
+are not used.
 """
 
 import json

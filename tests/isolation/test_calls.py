@@ -15,7 +15,7 @@ from support.processes import ends
 from support.rollouts import UNRULY
 
 from titan_rl.environments.rubric import Transcript
-from titan_rl.errors import ActorGone, TaskError, TaskTimeout
+from titan_rl.errors import ActorGone, ConfigError, TaskError, TaskTimeout
 from titan_rl.isolation import fork_server_client, pool
 from titan_rl.isolation.pool import MAX_PROCESSES, UserCodePool
 from titan_rl.isolation.wire import CallKind, EnvironmentSetup, ExamplePrompt, UserCall
@@ -270,15 +270,15 @@ async def test_an_async_grader_that_ignores_its_cancellation_costs_only_itself()
 
 
 @pytest.mark.parametrize(
-    ("cls", "options", "why"),
+    ("cls", "options", "error", "why"),
     [
-        ("NotPossible", {}, "no data set here"),
-        ("NeverReady", {"start_seconds": 0.5}, "was not ready within 0.5 s"),
-        ("Count", {"turns": 1}, "not a subclass"),
+        ("NotPossible", {}, TaskError, "no data set here"),
+        ("NeverReady", {"start_seconds": 0.5}, TaskError, "was not ready within 0.5 s"),
+        ("Count", {"turns": 1}, ConfigError, "is no subclass of titan_rl.environments.base.Environment"),
     ],
 )
-async def test_an_environment_that_cannot_be_made_says_why(cls, options, why):
-    with pytest.raises(TaskError, match=why):
+async def test_an_environment_that_cannot_be_made_says_why(cls, options, error, why):
+    with pytest.raises(error, match=why):
         async with environment(cls, **options):
             pass
 

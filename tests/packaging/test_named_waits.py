@@ -71,6 +71,7 @@ ENDED_BY = {
 EXCEPTIONS = {
     "generation/engine_loop.py:_settle": "half a millisecond in which another thread sends first tokens",
     "run/training.py:_advise": "advice is no news that anything waits for",
+    "metrics/activity.py:report_every": "the watchdog: that nothing moves is no news either",
     "view/report.py:_act": "a run tells nobody that it has gone on",
     "view/watch.py:_looks": "a file tells nobody that it has grown",
     "supervision/supervisor.py:start": "the pause before a mesh that keeps failing is started again",

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.playing import evaluate
 from titan_rl.playing.evaluate import difference, mean, pass_at_k, share
 
 
@@ -60,13 +59,6 @@ def test_a_bootstrap_of_many_prompts_is_as_wide_as_the_normal_distribution_says(
     values = [float(number % 2) for number in range(1000)]
     estimate = mean(values)
     assert estimate.high - estimate.low == pytest.approx(2 * 1.96 * 0.5 / math.sqrt(1000), rel=0.05)
-
-
-def test_a_bootstrap_that_does_not_fit_into_memory_at_once_is_the_same(monkeypatch):
-    values = [float(number) for number in range(50)]
-    whole = mean(values)
-    monkeypatch.setattr(evaluate, "_AT_ONCE", 70)
-    assert mean(values) == whole
 
 
 def test_a_paired_difference_drops_what_is_hard_about_a_prompt():

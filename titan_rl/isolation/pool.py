@@ -322,17 +322,12 @@ class UserCodePool:
         why = " because a call took too long" if fork.late else ""
         logger.warning("environment %s: a process %s%s", self._setup.name, how, why)
         open_calls = list(fork.calls.values())
-        failed = len(open_calls) if fork.concurrent else 1
-        reason, kind = (
-            f"its process {how} and returned nothing",
-            ActorGone if fork.process.lost_server else InfrastructureFailed,
-        )
-        if fork.ends and not fork.late:
-            failed = 0
+        failed = 0 if fork.ends and not fork.late else len(open_calls) if fork.concurrent else 1
+        kind = TaskTimeout if fork.late else ActorGone if fork.process.lost_server else InfrastructureFailed
         self._waiting[fork.concurrent][:0] = open_calls[failed:]
         for each in open_calls[:failed]:
             late = f"{self._setup.late(each.call.kind)} and was killed"
-            self._fail([each], late if fork.late else reason, TaskTimeout if fork.late else kind)
+            self._fail([each], late if fork.late else f"its process {how} and returned nothing", kind)
         self._dispatch_soon()
 
     def _value(self, call: UserCall, result: CallResult) -> Any:

@@ -8,13 +8,11 @@ for the buffer's state.
 
 - Every step trains P groups, none older than the buffer's bound. No group is dropped because it is late.
 - The loop owns samples from their report to their release. It releases them once: after the step that trained them, or
-  when their group is filtered, failed or lost. However a run ends, it leaves the stores empty (`lost_groups`).
-- A group that is lost with the worker or the gateway that plays it, or whose samples are lost, is played again under
-  its id and keeps its place.
+  when their group is filtered, failed or lost. However a run ends, it leaves the stores empty. A lost group is played
+  again and keeps its place (`lost_groups`).
 - A failure in any task ends the run with that error and cancels all other tasks.
-- Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end.
-- A run with nothing left to learn ends early: the present step becomes its last (`_stop_early`). One that cannot learn,
-  or whose rollouts fail (`failures`), ends with NothingToTrain.
+- Apart from filtered and failed groups, exactly `steps`·P groups are admitted, so nothing is left over at the end. A
+  run with nothing left to learn ends early (`_stop_early`); one that cannot learn, with NothingToTrain.
 """
 
 import asyncio
@@ -104,9 +102,8 @@ class TrainingLoop:
         system = self._system
         system.rollouts.on_lost, system.trainer.on_state_lost = self._lost.store_lost, self._changes.notify
         self._display.print_line(self._buffer.limits.describe())
-        stop_watching = self._watchdog.report_every(
-            system.config.loop.watchdog_seconds, lambda report: self._changes.warn(f"watchdog: {report}")
-        )
+        seconds, warn = system.config.loop.watchdog_seconds, self._changes.warn
+        watchdog = asyncio.create_task(self._watchdog.report_every(seconds, lambda report: warn(f"watchdog: {report}")))
         failures: tuple[BaseException, ...] = ()
         try:
             if self._restore_from is None:
@@ -132,7 +129,8 @@ class TrainingLoop:
         except BaseException as error:
             failures = (error,)
         finally:
-            stop_watching()
+            watchdog.cancel()
+            await asyncio.gather(watchdog, return_exceptions=True)
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
         if failures:

@@ -4,9 +4,7 @@ the worker of a running group ends, or the gateway of its programs ─▶ player
 the worker that holds a finished group's samples ends              ─▶ store_lost
 a step cannot have all its samples                                 ─▶ batch_lost   up to MAX_ATTEMPTS times
 
-And samples that are left: the stores are empty at the end of a run. One that ends well must have released everything;
-if samples are left, it fails. One that fails or is stopped releases the reported samples, as far as the stores still
-answer.
+And samples that are left at the end: a run that ends well must have released all; one that fails does what it can.
 """
 
 import asyncio

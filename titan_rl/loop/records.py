@@ -92,14 +92,8 @@ class StepRecords:
                 f"{evaluation.failed} of {of} held-out rollouts failed and are not counted; the first: "
                 f"{evaluation.first_error}"
             )
-        self._metrics.write(
-            step,
-            {
-                "evaluation/exact_match": evaluation.exact_match,
-                "evaluation/reward": evaluation.reward,
-                "evaluation/failed": evaluation.failed,
-            },
-        )
+        numbers = ("exact_match", "reward", "failed")
+        self._metrics.write(step, {f"evaluation/{name}": getattr(evaluation, name) for name in numbers})
 
     def pulled(self, pull: FleetPull, system: System) -> None:
         """Say once for every reason why a generator does not serve."""
@@ -173,10 +167,7 @@ class StepRecords:
                     for age in range(self._limits.bound + 1)
                     if ages
                 },
-                "groups/admitted": counts.admitted,
-                "groups/filtered": counts.filtered,
-                "groups/failed": counts.failed,
-                "groups/active": counts.active,
+                **{f"groups/{name}": getattr(counts, name) for name in ("admitted", "filtered", "failed", "active")},
                 "groups/lost": summary.lost,
                 "groups/equal_rewards": float(np.mean([len(report.rewards) <= 1 for report in reports])),
                 "data_plane/held_samples": sum(store.samples for store in held),

@@ -3,9 +3,6 @@
 Demonstrations of the warm-up travel by reference, as all samples do. Demonstration number i is used once, in step
 i // batch. Every sample is released after its step, or when the warm-up ends early. The demonstrations of the next step
 are made while the current step is trained.
-
-An evaluation plays the held-out prompts greedily. Every request asks for exactly the evaluated version. It is one of
-the wanted versions until the evaluation is over, so one generator stays at it while the others go on.
 """
 
 from __future__ import annotations
@@ -101,8 +98,9 @@ class Evaluation:
 
 
 async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
-    """Play the held-out prompts greedily under exactly `version`, which is served until the evaluation is over. Raises
-    TaskError: every rollout failed, or there is nothing to play."""
+    """Play the held-out prompts greedily under exactly `version`. It is wanted until the evaluation is over, so one
+    generator stays at it while the others go on. Raises TaskError: every rollout failed, or there is nothing to
+    play."""
     if not system.rollouts.held_out:
         raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
     prompts = range(system.rollouts.held_out)

@@ -150,17 +150,9 @@ class Watchdog:
         ]
         return f"nothing has moved for {still:.0f} s. {'; '.join(said)}"
 
-    def report_every(self, seconds: float, on_report: Callable[[str], None]) -> Callable[[], None]:
-        """Look every `seconds`, from the running event loop; returns a function that ends this. `on_report`: called
-        with every report that is not empty."""
-        loop = asyncio.get_running_loop()
-        timer: asyncio.TimerHandle
-
-        def look() -> None:
-            nonlocal timer
+    async def report_every(self, seconds: float, on_report: Callable[[str], None]) -> None:
+        """Look every `seconds`, until it is cancelled. `on_report`: called with every report that is not empty."""
+        while True:
+            await asyncio.sleep(seconds)
             if report := self.report():
                 on_report(report)
-            timer = loop.call_later(seconds, look)
-
-        timer = loop.call_later(seconds, look)
-        return lambda: timer.cancel()

@@ -20,6 +20,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -167,17 +168,24 @@ class RolloutWriter:
         """`keep_bytes`: of a file that is there; what follows them is cut off before the first record is written.
         `warn`: called once, when something is not recorded."""
         self._path = directory / ROLLOUTS
-        self._file = JsonLines(self._path)
+        self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
         self._warn = warn
         self._failed = False
-        self._keep_bytes: int | None = keep_bytes
+
+    @cached_property
+    def _file(self) -> JsonLines:
+        file = JsonLines(self._path)
+        try:
+            file.cut(self._keep_bytes)
+        except OSError as error:
+            self.failed(error)
+        return file
 
     def write(self, records: Iterable[RolloutRecord]) -> None:
         try:
             lines = b"".join(map(to_line, records))
             with self._lock:
-                self._begin()
                 try:
                     self._file.append(lines)
                 except FileNotFoundError as error:  # somebody removed it: a new one holds what follows
@@ -196,13 +204,4 @@ class RolloutWriter:
     @property
     def nbytes(self) -> int:
         with self._lock:
-            self._begin()
             return self._file.nbytes
-
-    def _begin(self) -> None:
-        keep_bytes, self._keep_bytes = self._keep_bytes, None
-        if keep_bytes is not None:
-            try:
-                self._file.cut(keep_bytes)
-            except OSError as error:
-                self.failed(error)

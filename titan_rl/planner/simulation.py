@@ -138,9 +138,10 @@ class _Simulation:
         }
         self._draining: set[str] = set()
         self._behind = 0  # generators that do not serve the newest publication yet
-        self._prompt = np.broadcast_to(np.int32(0), scenario.prompt_tokens)
+        prompt = np.broadcast_to(np.int32(0), scenario.prompt_tokens)
         # The router does not know how long an answer will be: every request asks for the same, as in a run.
-        self._sampling = SamplingParams(max_new_tokens=1)
+        sampling = SamplingParams(max_new_tokens=1)
+        self._request = partial(GenerationRequest, prompt_token_ids=prompt, sampling=sampling, seed=0)
         self._playing: dict[int, _Playing] = {}
         self._waiting: dict[str, Sequence] = {}  # by request id, until it is sent
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -180,15 +181,7 @@ class _Simulation:
             for sample, length in enumerate(lengths):
                 sequence = Sequence(f"{group.group_id}.{sample}", group.group_id, self._scenario.prompt_tokens, length)
                 self._waiting[sequence.request_id] = sequence
-                requests.append(
-                    GenerationRequest(
-                        request_id=sequence.request_id,
-                        prompt_token_ids=self._prompt,
-                        sampling=self._sampling,
-                        seed=0,
-                        min_version=group.min_version,
-                    )
-                )
+                requests.append(self._request(request_id=sequence.request_id, min_version=group.min_version))
         self._send(self._dispatcher.submit(requests, self._now))
 
     def _send(self, assignments: list[Assignment]) -> None:

@@ -55,8 +55,6 @@ WIDEST = 400
 _Z = 1.959963984540054  # of the normal distribution, two-sided
 RESAMPLES = 10_000
 """Of the bootstrap: its own error in a bound is then about a fiftieth of the interval."""
-_AT_ONCE = 1 << 22
-"""Numbers that the bootstrap holds at a time."""
 INTERVAL = "95 % interval"
 
 Values = dict[int, float]
@@ -92,13 +90,9 @@ def share(passed: int, of: int) -> Estimate:
 def mean(values: Sequence[float]) -> Estimate:
     """The mean over prompts, with a percentile bootstrap over them."""
     numbers = np.asarray(values, dtype=np.float64)
-    draw = np.random.default_rng(0)
-    rows = max(1, _AT_ONCE // len(numbers))
-    means: list[np.ndarray] = []
-    for first in range(0, RESAMPLES, rows):
-        drawn = draw.integers(len(numbers), size=(min(rows, RESAMPLES - first), len(numbers)))
-        means.append(numbers[drawn].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
+    draw, count = np.random.default_rng(0), len(numbers)
+    means = [numbers[draw.integers(count, size=count)].mean() for _ in range(RESAMPLES)]
+    low, high = np.quantile(means, [0.025, 0.975])
     return Estimate(float(numbers.mean()), float(low), float(high))
 
 

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,21 +144,21 @@ class Person:
         return typed
 
 
+@dataclass(slots=True)
 class Trial:
     """Plays prompts one after the other and shows them."""
 
-    def __init__(self, console: Console, *, prompts: int, samples: int, purpose: Purpose) -> None:
-        self._console = console
-        self._prompts = prompts
-        self._samples = samples
-        self._purpose = purpose
-        self._rewards: list[float] = []
-        self._failed = 0
+    console: Console
+    prompts: int
+    samples: int
+    purpose: Purpose
+    rewards: list[float] = field(default_factory=list)
+    failed: int = 0
 
     async def demonstrations(self, player: Player, turns: list[Message]) -> int:
         """The policy's `turns` are those of each demonstration."""
         self._begin(player, "its own demonstrations")
-        for number in range(self._prompts):
+        for number in range(self.prompts):
             call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
             shown: DemonstrationMessages = await player.runner.pool.call(call)
             turns[:] = [message for message in shown.messages if message.role == "assistant"]
@@ -166,8 +166,8 @@ class Trial:
             if shown.has_answer:
                 self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
             else:
-                self._console.print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
-                self._console.print("not graded: Demonstration.answer is not set", style="dim")
+                self.console.print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
+                self.console.print("not graded: Demonstration.answer is not set", style="dim")
         return self._sum_up()
 
     async def typed(self, player: Player, policy: Person) -> int:
@@ -176,7 +176,7 @@ class Trial:
             self._title(index)
             policy.begin()
             try:
-                rollouts = await player.play(player.request(index, self._purpose))
+                rollouts = await player.play(player.request(index, self.purpose))
             except TitanError:
                 if policy.ended:
                     break
@@ -189,7 +189,7 @@ class Trial:
     async def policy(self, player: Player, name: str) -> int:
         self._begin(player, name)
         for index in self._indices(player):
-            rollouts = await player.play(player.request(index, self._purpose, samples=self._samples))
+            rollouts = await player.play(player.request(index, self.purpose, samples=self.samples))
             self._title(index)
             self._show(rollouts)
         return self._sum_up()
@@ -200,47 +200,47 @@ class Trial:
             "played by a program" if info.plays else "several turns" if info.multi_turn or info.tools else "one turn"
         )
         size = "endless" if info.size is None else info.size
-        self._console.print(f"task {name}: {turns}, {size} training prompts")
+        self.console.print(f"task {name}: {turns}, {size} training prompts")
         if info.tools:
-            self._console.print("tools:")
+            self.console.print("tools:")
         for tool in info.tools:
             arguments = ", ".join(tool.parameters.get("properties", {}))
             about = tool.description.strip().partition("\n")[0]
-            self._console.print(Text.assemble((f"  {tool.name}({arguments})", "yellow"), (f"  {about}", "dim")))
-        self._console.print(f"policy: {policy}")
+            self.console.print(Text.assemble((f"  {tool.name}({arguments})", "yellow"), (f"  {about}", "dim")))
+        self.console.print(f"policy: {policy}")
 
     def _indices(self, player: Player) -> range:
-        there = player.info.held_out if self._purpose is Purpose.EVALUATE else player.info.size
-        if self._purpose is Purpose.EVALUATE and not there:
+        there = player.info.held_out if self.purpose is Purpose.EVALUATE else player.info.size
+        if self.purpose is Purpose.EVALUATE and not there:
             raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts")
-        return range(self._prompts if there is None else min(self._prompts, there))
+        return range(self.prompts if there is None else min(self.prompts, there))
 
     def _title(self, number: int, what: str = "") -> None:
-        what = what or ("held-out prompt" if self._purpose is Purpose.EVALUATE else "training prompt")
-        self._console.print(Rule(f"{what} {number}", style="dim", align="left"))
+        what = what or ("held-out prompt" if self.purpose is Purpose.EVALUATE else "training prompt")
+        self.console.print(Rule(f"{what} {number}", style="dim", align="left"))
 
     def _show(self, rollouts: Sequence[RolloutRecord], *, seen: int = 0) -> None:
         """The rollouts of a prompt: messages from number `seen` on, after the first rollout without the prompt."""
         for number, rollout in enumerate(rollouts):
             if number:
-                self._console.print()
+                self.console.print()
             if conversations := draw_conversations(rollout, seen=seen):
-                self._console.print(conversations)
-            self._console.print(draw_end(rollout))
+                self.console.print(conversations)
+            self.console.print(draw_end(rollout))
             roles = [message["role"] for message in rollout.messages]
             seen = roles.index("assistant") if "assistant" in roles else seen
             if rollout.error:
-                self._failed += 1
+                self.failed += 1
             else:
-                self._rewards.append(rollout.reward)
+                self.rewards.append(rollout.reward)
 
     def _sum_up(self) -> int:
-        self._console.print(Rule(style="dim"))
-        graded = len(self._rewards)
-        mean = f", mean reward {sum(self._rewards) / graded:.3f}" if graded else ""
-        failed = f"; {self._failed} failed and would not be trained" if self._failed else ""
-        self._console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}")
-        return EXIT_FAILED if self._failed else 0
+        self.console.print(Rule(style="dim"))
+        graded = len(self.rewards)
+        mean = f", mean reward {sum(self.rewards) / graded:.3f}" if graded else ""
+        failed = f"; {self.failed} failed and would not be trained" if self.failed else ""
+        self.console.print(f"{counted(graded, 'rollout')} graded{mean}{failed}")
+        return EXIT_FAILED if self.failed else 0
 
 
 def read_turn(text: str, tools: Sequence[ToolSpec]) -> Message:
@@ -279,7 +279,7 @@ def _act(command: Command, prog: str) -> int:
     config = replace(config, evaluation=replace(config.evaluation, prompts=prompts if held_out else 1))
     task = task._replace(config=config)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
-    trial = Trial(console, prompts=prompts, samples=samples, purpose=Purpose.EVALUATE if held_out else Purpose.TRAIN)
+    trial = Trial(console, prompts, samples, Purpose.EVALUATE if held_out else Purpose.TRAIN)
     check_environment(config)
     played = import_name(config.environment.name, SHORT_NAMES)
     demonstrates = played.demonstration is not Environment.demonstration

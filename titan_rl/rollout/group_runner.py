@@ -77,9 +77,7 @@ class GroupRunner:
             programs: whether rollouts that programs play must be possible; then such an environment needs a gateway.
             renderer: None: as `rollout.renderer` says.
         """
-        rollouter = import_name(self._rollout.rollouter)
-        if not (isinstance(rollouter, type) and issubclass(rollouter, Rollouter)):
-            raise ConfigError(f"rollout.rollouter {self._rollout.rollouter!r} is not a subclass of Rollouter")
+        rollouter = import_name(self._rollout.rollouter, base=Rollouter)
         if renderer is None:
             renderer = await asyncio.to_thread(
                 make_renderer, self._rollout.renderer, self._model_path, self._rollout.renderer_kwargs

@@ -157,10 +157,9 @@ class GroupReport:
     def first_error(self) -> str:
         """What failed first, and its error; empty if no rollout failed. A time-out may have waited for something else
         that failed, so it comes last."""
-        failed = sorted(
-            (each for each in self.rollouts if each.error), key=lambda each: each.failure is FailureKind.TIMEOUT
-        )
-        return f"{failed[0].failure}: {failed[0].error}" if failed else ""
+        failed = [each for each in self.rollouts if each.error]
+        first = min(failed, key=lambda each: each.failure is FailureKind.TIMEOUT, default=None)
+        return f"{first.failure}: {first.error}" if first else ""
 
     @property
     def rewards(self) -> set[float]:

@@ -38,9 +38,6 @@ from titan_rl.errors import RequestError
 from titan_rl.support import Supports
 from titan_rl.types import NO_VERSION, Completion, FinishReason, Message, ToolSpec, TrainingSample
 
-_NONE = np.zeros(0, np.int32)
-"""Tokens of the root; logprobs and versions of given tokens."""
-
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
@@ -76,36 +73,27 @@ def check(completion: Completion) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A run of tokens of one origin; its arrays are views of what was added."""
+    """A run of tokens of one origin, a view of what was added."""
 
     parent: _Node | None
     token_ids: np.ndarray  # [n] int32
     turn: Turn | None
     """That sampled them; None: they were given."""
-    logprobs: np.ndarray  # [n] float32; empty where given
-    versions: np.ndarray  # [n] int64; empty where given
     children: list[_Node] = field(default_factory=list)  # oldest first
     start: int = 0
     """Of its tokens within what its turn sampled."""
-
-    @property
-    def supports(self) -> Supports | None:
-        """Of its tokens."""
-        whole = None if self.turn is None else self.turn.completion.supports
-        return whole and whole.select(slice(self.start, self.start + len(self.token_ids)))
 
     def split(self, at: int) -> _Node:
         """Return a node that ends after the first `at` tokens: this one, or a new parent that takes these tokens."""
         if at == len(self.token_ids):
             return self
         assert self.parent is not None  # the root has no tokens
-        before = (self.token_ids[:at], self.turn, self.logprobs[:at], self.versions[:at])
-        head = _Node(self.parent, *before, [self], self.start)
+        head = _Node(self.parent, self.token_ids[:at], self.turn, [self], self.start)
         self.start += at
         siblings = self.parent.children
         siblings[siblings.index(self)] = head
         self.parent = head
-        self.token_ids, self.logprobs, self.versions = self.token_ids[at:], self.logprobs[at:], self.versions[at:]
+        self.token_ids = self.token_ids[at:]
         return head
 
 
@@ -113,21 +101,21 @@ class TokenTree:
     """Add turns with `add`, read samples with `training_samples`."""
 
     def __init__(self) -> None:
-        self._root = _Node(None, _NONE, None, _NONE, _NONE)
+        self._root = _Node(None, np.zeros(0, np.int32), None)
         self.turns = 0
         self.leaves = 0
         """How many branches there are."""
 
     def add(self, turn: Turn) -> None:
         """Add one turn, whose prompt is not empty and whose completion passes `check`."""
-        prompt, sampled = turn.prompt_token_ids, turn.completion
+        prompt = turn.prompt_token_ids
         self.turns += 1
         node, known = self._longest_known(prompt) if self._root.children else (self._root, 0)
         self.leaves += node is self._root or bool(node.children)
         if known < len(prompt):
-            node.children.append(_Node(node, prompt[known:], None, _NONE, _NONE))
+            node.children.append(_Node(node, prompt[known:], None))
             node = node.children[-1]
-        node.children.append(_Node(node, sampled.token_ids, turn, sampled.logprobs, sampled.versions))
+        node.children.append(_Node(node, turn.completion.token_ids, turn))
 
     def _longest_known(self, tokens: np.ndarray) -> tuple[_Node, int]:
         """The end node of the longest path that is a prefix of `tokens`, and the path's length. Of equally long paths
@@ -175,27 +163,22 @@ def training_samples(
     if not nodes:
         return ()
     lengths = [len(node.token_ids) for node in nodes]
-    no_logprobs, no_versions = np.zeros(max(lengths), np.float32), np.full(max(lengths), NO_VERSION)
-    advantages = np.zeros(sum(lengths), np.float32)
+    token_ids, count = np.concatenate([node.token_ids for node in nodes]), sum(lengths)
+    loss_mask, versions = np.zeros(count, np.bool_), np.full(count, NO_VERSION)
+    logprobs, advantages = np.zeros(count, np.float32), np.zeros(count, np.float32)
     seen: set[_Node] = set()
-    trained, logprobs, versions, supports, place = [], [], [], [], 0
+    supports: list[tuple[Supports | None, int]] = []
+    place = 0
     for node, length in zip(nodes, lengths, strict=True):
-        new = node.turn is not None and node not in seen
+        support = None
+        if (turn := node.turn) is not None and node not in seen:
+            here, part, sampled = slice(place, place + length), slice(node.start, node.start + length), turn.completion
+            loss_mask[here], logprobs[here], versions[here] = True, sampled.logprobs[part], sampled.versions[part]
+            advantages[here] = turn.advantage if isinstance(turn.advantage, float) else turn.advantage[part]
+            support = sampled.supports and sampled.supports.select(part)
         seen.add(node)
-        if new:
-            credit = node.turn.advantage  # type: ignore[union-attr]
-            advantages[place : place + length] = (
-                credit if isinstance(credit, float) else credit[node.start : node.start + length]
-            )
+        supports.append((support, length))
         place += length
-        trained.append(new)
-        logprobs.append(node.logprobs if new else no_logprobs[:length])
-        versions.append(node.versions if new else no_versions[:length])
-        supports.append((node.supports if new else None, length))
-    token_ids = np.concatenate([node.token_ids for node in nodes])
-    loss_mask = np.repeat(trained, lengths)
-    all_logprobs = np.concatenate(logprobs, dtype=np.float32)
-    all_versions = np.concatenate(versions, dtype=np.int64)
     samples = []
     end = last = 0
     for sample, reward, path in paths:
@@ -204,7 +187,7 @@ def training_samples(
         support = Supports.join(supports[first:last])
         if support is not None:
             forced = np.flatnonzero(support.forced) + start
-            loss_mask[forced], all_logprobs[forced], all_versions[forced], advantages[forced] = False, 0, NO_VERSION, 0
+            loss_mask[forced], logprobs[forced], versions[forced], advantages[forced] = False, 0, NO_VERSION, 0
             if not loss_mask[start:end].any():
                 continue
         samples.append(
@@ -213,8 +196,8 @@ def training_samples(
                 sample=sample,
                 token_ids=token_ids[start:end],
                 loss_mask=loss_mask[start:end],
-                logprobs=all_logprobs[start:end],
-                versions=all_versions[start:end],
+                logprobs=logprobs[start:end],
+                versions=versions[start:end],
                 advantages=advantages[start:end],
                 reward=reward,
                 supports=support,
@@ -245,25 +228,24 @@ def demonstration_sample(
     for by_policy, turn in groupby(messages, key=lambda message: message.role == "assistant"):
         if by_policy:
             taught = [token_id for message in turn for token_id in renderer.say(message)]
-            tree.add(_turn(before, taught))
+            completion = not_sampled("demonstration", taught, FinishReason.STOP, version=NO_VERSION)
+            prompt_ids, said = np.array(before, dtype=np.int32), Message("assistant", "")
+            tree.add(
+                Turn(prompt_token_ids=prompt_ids, completion=completion, message=said, finish_reason=FinishReason.STOP)
+            )
         else:
             before = [*before, *taught, *renderer.extend(before, taught, list(turn), tools)]
     (document,) = training_samples(group_id, [(sample, 0.0, tree)], rollouts=1)
     return document
 
 
-def _turn(prompt: list[int], token_ids: list[int]) -> Turn:
-    """A demonstrated turn."""
-    completion = Completion(
-        request_id="demonstration",
+def not_sampled(request_id: str, token_ids: Sequence[int], reason: FinishReason, *, version: int = 0) -> Completion:
+    """A completion that no engine has drawn: its logprobs and versions mean nothing."""
+    count = len(token_ids)
+    return Completion(
+        request_id=request_id,
         token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.zeros(len(token_ids), dtype=np.float32),
-        versions=np.full(len(token_ids), NO_VERSION, dtype=np.int64),
-        finish_reason=FinishReason.STOP,
-    )
-    return Turn(
-        prompt_token_ids=np.array(prompt, dtype=np.int32),
-        completion=completion,
-        message=Message("assistant", ""),
-        finish_reason=FinishReason.STOP,
+        logprobs=np.zeros(count, dtype=np.float32),
+        versions=np.full(count, version, dtype=np.int64),
+        finish_reason=reason,
     )

@@ -247,13 +247,11 @@ def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], bas
     if targets.get(name) == "":
         return None
     try:
-        found = import_name(name, targets)
+        found = import_name(name, targets, base)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}{'' if '.' in name else did_you_mean(name, words)}") from error
     if base is object and not callable(found):
         raise ConfigError(f"{setting}: {name} cannot be called")
-    if base is not object and not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"{setting}: {name} is no subclass of {base.__module__}.{base.__qualname__}")
     return found
 
 

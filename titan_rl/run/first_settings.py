@@ -23,7 +23,7 @@ from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import TOOL_ERROR, Environment
 from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, TaskCheck, TaskInfo, UserCall
-from titan_rl.metrics.rollout_record import PlainMessage, RolloutRecord
+from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.run.players import Player, message_player
 from titan_rl.seeding import derive_seed
 from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
@@ -111,14 +111,12 @@ class _Speaker:
             if said >= len(self.turns):
                 return Message("assistant", ""), FinishReason.STOP
             return self.turns[said], FinishReason.STOP
-        chance = random.Random(derive_seed("survey", request.seed))
-        text = ""
-        while len(text) < self.longest:
-            drawn = chance.randrange(len(self.symbols) + 1)
-            if drawn == len(self.symbols):
-                return Message("assistant", text), FinishReason.STOP
-            text += self.symbols[drawn]
-        return Message("assistant", text), FinishReason.LENGTH
+        chance, choices = (
+            random.Random(derive_seed("survey", request.seed)),
+            (*self.symbols, ""),
+        )  # the last one ends it
+        text = "".join(itertools.takewhile(bool, (chance.choice(choices) for _ in range(self.longest))))
+        return Message("assistant", text), FinishReason.STOP if len(text) < self.longest else FinishReason.LENGTH
 
 
 async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
@@ -219,9 +217,7 @@ def _asked(player: Player, index: int, samples: int) -> Any:
 def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:
     """What was said in rollouts by others than the policy."""
     for rollout in rollouts:
-        messages: list[PlainMessage] = [*rollout.messages]
-        for side in rollout.side_conversations:
-            messages += side
+        messages = list(itertools.chain(rollout.messages, *rollout.side_conversations))
         if not rollout.error:
             found.best = max(found.best, rollout.reward)
         found.turns = max(found.turns, sum(message["role"] == "assistant" for message in messages))
@@ -261,15 +257,10 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warm
         elif info.multi_turn or info.plays:
             add("policy.tiny.special_tokens", (UNKNOWN,), "is read for a reply with other characters")
     new = width * turn + 2  # one that is too long costs reward, so that ending is learned
+    why = f"the longest right answer has {width * turn}; one ends it, one is too many"
     if trained and new < LEAST_THOUGHT:
-        new = LEAST_THOUGHT
-        add("rollout.sampling.max_new_tokens", new, "room to think")
-    else:
-        add(
-            "rollout.sampling.max_new_tokens",
-            new,
-            f"the longest right answer has {width * turn}; one ends it, one is too many",
-        )
+        new, why = LEAST_THOUGHT, "room to think"
+    add("rollout.sampling.max_new_tokens", new, why)
     turns = max(found.turns, 2 if info.multi_turn or info.tools else 1)
     if turns > 1:
         add("rollout.max_turns", turns, "the most that were seen")

@@ -13,8 +13,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from titan_rl.chat.message_renderer import MessageRenderer
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone
@@ -25,6 +23,7 @@ from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.report import GroupResult, report_of
 from titan_rl.rollout.rollouter import Generate
+from titan_rl.rollout.samples import not_sampled
 from titan_rl.scheduling.group import MAX_ATTEMPTS
 from titan_rl.supervision.placement import plays
 from titan_rl.types import Completion, FinishReason, GenerationRequest, GroupRequest, Message, Piece, Purpose, ToolSpec
@@ -33,18 +32,6 @@ NextMessage = Callable[
     [Sequence[Message], Sequence[ToolSpec], GenerationRequest], Awaitable[tuple[Message, FinishReason]]
 ]
 """Called with a conversation, the tools and the request: the policy's next message, and why it ended."""
-
-
-def not_sampled(request: GenerationRequest, token_ids: Sequence[int], reason: FinishReason) -> Completion:
-    """A completion that no engine has drawn: its logprobs and versions mean nothing."""
-    count = len(token_ids)
-    return Completion(
-        request_id=request.request_id,
-        token_ids=np.array(token_ids, dtype=np.int32),
-        logprobs=np.zeros(count, dtype=np.float32),
-        versions=np.zeros(count, dtype=np.int64),
-        finish_reason=reason,
-    )
 
 
 class MessagePolicy:
@@ -58,7 +45,8 @@ class MessagePolicy:
         prompt: list[int] = request.prompt_token_ids.tolist()
         messages, tools = self.renderer.messages(prompt), self.renderer.tools(prompt)
         message, reason = await self._next_message(messages, tools, request)
-        return not_sampled(request, self.renderer.say(message)[: None if reason is FinishReason.STOP else -1], reason)
+        said = self.renderer.say(message)[: None if reason is FinishReason.STOP else -1]
+        return not_sampled(request.request_id, said, reason)
 
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         yield await self.generate(request)

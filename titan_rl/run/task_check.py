@@ -30,7 +30,7 @@ from titan_rl.one_line import one_line
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.rollout.rollouter import Generate
-from titan_rl.run.players import not_sampled
+from titan_rl.rollout.samples import not_sampled
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Purpose
 
 TRIED_PROMPTS = 256
@@ -185,6 +185,6 @@ def _says(renderer: Renderer, text: str) -> tuple[Generate, int]:
         token_ids = [*(said or request.prompt_token_ids.tolist()), renderer.stop_token_ids[0]]
         room = request.sampling.max_new_tokens
         reason = FinishReason.STOP if len(token_ids) <= room else FinishReason.LENGTH
-        return not_sampled(request, token_ids[:room], reason)
+        return not_sampled(request.request_id, token_ids[:room], reason)
 
     return generate, len(said)

@@ -204,7 +204,8 @@ class RunDisplay:
 
     def _draw(self, now: float) -> RenderableType:
         """What the event loop changes meanwhile is copied before it is looped over."""
-        parts = [self._head(now)]
+        starting = Text.assemble(("starting", "bold"), f"  {timedelta(seconds=int(now - self._began))}")
+        parts = [self._progress.get_renderable() if self._training else starting]
         if numbers := self._numbers.copy():
             first = {name: numbers[name] for name in _FIRST if name in numbers}
             parts.append(Columns([self._number(*each) for each in (first | numbers).items()], padding=(0, 3)))
@@ -219,15 +220,6 @@ class RunDisplay:
             line = f"{timedelta(seconds=int(now - at))} ago  {text}"
             parts.append(Text(line, style="yellow", overflow="ellipsis", no_wrap=True))
         return Group(*parts)
-
-    def _head(self, now: float) -> RenderableType:
-        if self._training:
-            return self._progress.get_renderable()
-        head = Table.grid(padding=(0, 1), expand=True)
-        head.add_row(
-            Text("starting", style="bold"), Text(f"{timedelta(seconds=int(now - self._began))}", justify="right")
-        )
-        return head
 
     def _number(self, name: str, value: str) -> Text:
         text = Text.assemble((name, "dim"), " ", (value, "bold"), no_wrap=True)
