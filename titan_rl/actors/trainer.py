@@ -270,7 +270,7 @@ class PolicyTrainer(ConnectedActor):
         return self._publish(version, shards_of_files(Path(directory, str(version))) if self._rank == 0 else ())
 
     @in_order
-    def close(self) -> None:
+    def free(self) -> None:
         """Free the shared memory, which would outlive the process."""
         if self._publisher is not None:
             self._publisher.close()

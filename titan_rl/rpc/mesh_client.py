@@ -39,7 +39,7 @@ class MeshClient:
     """Belongs to one event loop."""
 
     actor_class: type[Any]
-    """Its endpoints `setup` and `set_peers` take the peers by name, unless the subclass calls others."""
+    """Runs in each process. `setup` and `set_peers` take the peers by name, unless the subclass calls others."""
 
     def __init__(
         self,
@@ -104,10 +104,12 @@ class MeshClient:
 
     async def watch(self) -> None:
         """Return when there is nothing to watch but the processes and their pulse. Raises ActorFailed: the mesh failed
-        while its processes live."""
+        while its processes live; ActorGone: a process is gone, or the link to it is lost."""
+        await self.call_all(None, ConnectedActor.serve)
 
     async def close(self) -> None:
         """Let the actors end their work and free what outlives a process. The caller sets the time limit."""
+        await self.call_all(None, ConnectedActor.close)
 
     async def call_all(
         self, seconds: float | None, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs
