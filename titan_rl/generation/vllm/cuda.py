@@ -13,11 +13,9 @@ Nothing of vLLM is replaced or reached into. A contract test holds what is read 
   Two ranks add alike in any order; with more, vLLM's other all-reduces are used.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -58,12 +56,6 @@ class OverlappedSteps:
         self._client = client
         self._core = core
         self._requests = requests
-
-    def seeded(self, params: VllmSamplingParams, seed: int) -> VllmSamplingParams:
-        """Sampling options of one request; others share `params`."""
-        params = copy.copy(params)
-        params.seed = seed
-        return params
 
     def step(self) -> Sampled:
         """Dispatch a step and wait for the one before it, if there is one."""

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import SamplingParams
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.interface import PauseState
@@ -184,10 +183,6 @@ class OwnSteps:
         self._rows = np.empty(0, dtype=np.int64)
         self._states: list[Any] = []  # vLLM's `CachedRequestState`
         SeededSampling(runner, running, recorded)
-
-    def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
-        """`params`, which requests share: `SeededSampling` knows the seed."""
-        return params
 
     def step(self) -> Sampled:
         if (decode := self._scheduler.plan_decode()) is not None:
