@@ -7,15 +7,7 @@
 The client outlives its actors: it is made once, with or without them, and is handed to everybody who calls the mesh.
 Between `lose` and the next `setup`, a call fails with `ActorGone`, or waits for the replacement if it may be made twice
 (`retry_on_replacement`).
-
-| client                | `peers`: the actors that it calls                             | `files_left`     |
-|-----------------------|---------------------------------------------------------------|------------------|
-| `TrainerClient`       | `stores`                                                      |                  |
-| `GeneratorClient`     | `relay`                                                       |                  |
-| `RelayClient`         | `relays`                                                      |                  |
-| `RouterClient`        | none: generators join and leave by calls (`generator_joined`) |                  |
-| `GatewayClient`       | `router`                                                      |                  |
-| `RolloutWorkerClient` | `router`, `gateway`                                           | its sample store |
+Which peers each mesh has, `supervision/mesh_kinds.py` says.
 """
 
 import asyncio

@@ -1,7 +1,6 @@
 """All meshes of one run or service, and what each kind of mesh is: arguments, client, peers, cost of its loss.
 
-A peer is an actor that a mesh calls. A mesh gets the handles of its peers when it is set up, and again whenever one of
-them was replaced.
+A peer is an actor that a mesh calls: it gets the handle when it is set up, and again whenever the peer was replaced.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,8 +3,7 @@
 Nothing of vLLM is replaced or reached into. A contract test holds what is read of it against its sources.
 
 - **Noise.** vLLM's model runner V2, which `config.generator_environment` asks for, hashes the noise of a token from the
-  request's seed, the token's position in the sequence (prompt included) and its id. So a completion that goes on
-  elsewhere, with its tokens as part of the prompt, meets the noise that it would have met, as on CPU.
+  request's seed, the token's position in the sequence (prompt included) and its id, as `steps` does on CPU.
 - **Overlap.** `step` plans and dispatches a step, then waits for the one before it. One is under way between two calls,
   and `drain` waits for it. Weights and KV are touched only after that, so a token's version is the one that computed
   it.
