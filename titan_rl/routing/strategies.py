@@ -208,11 +208,7 @@ def build_strategy(config: RouterConfig) -> RoutingStrategy:
     """The strategy that `router.strategy` names, whose arguments `run.checks` has compared with it. Raises ConfigError:
     the name is none, or the class lacks a method."""
     strategy = import_name(config.strategy, SHORT_NAMES)
-    missing = [
-        name
-        for name in ("serves", "pauses", "leaves", "choose", "assigned", "released", "end_session")
-        if not callable(getattr(strategy, name, None))
-    ]
-    if missing:
+    methods = (name for name in dir(RoutingStrategy) if not name.startswith("_"))
+    if missing := [name for name in methods if not callable(getattr(strategy, name, None))]:
         raise ConfigError(f"router.strategy: {config.strategy!r} lacks {', '.join(missing)}")
     return strategy(**config.strategy_kwargs)
