@@ -211,15 +211,9 @@ def trainer_threads(host: HostFacts, device: Device) -> dict[str, str]:
 
 
 def engine_environment(config: RunConfig, device: Device) -> dict[str, str]:
-    deterministic = config.generator_settings().deterministic
-    engine = generator_environment(
-        device,
-        tensor_parallel=config.generator.tensor_parallel,
-        threads=config.placement.threads,
-        deterministic=deterministic,
-    )
-    # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
-    return {**engine, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else engine
+    settings, threads = config.generator_settings(), config.placement.threads
+    ranks, deterministic = settings.tensor_parallel, settings.deterministic
+    return generator_environment(device, tensor_parallel=ranks, threads=threads, deterministic=deterministic)
 
 
 def plan(
