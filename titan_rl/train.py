@@ -1,5 +1,4 @@
-"""`python -m titan_rl.train --recipe NAME [--config FILE.toml] [--section.key VALUE …] [--name NAME] [--resume RUN]
-[--dry-run]`.
+"""`python -m titan_rl.train` and `titan-rl train`: from arguments to a config, its checks, and the run.
 
 The command line wins over the TOML file, and that over the recipe. Whatever can be known to be wrong is said in one
 sentence on standard error, with exit code 2, before any process starts; a dry run checks the same. Under torchrun

@@ -80,6 +80,8 @@ class Processes:
 class Client:
     """In place of every client. `peers` are the actors that the mesh calls; `held` keeps its set-up."""
 
+    actor_class: Any = None
+
     def __init__(self, name: str) -> None:
         self.name, self.actor, self.store = name, "", ""
         self.has_worked, self.files_left = False, ""

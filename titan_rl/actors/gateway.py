@@ -76,8 +76,6 @@ class Gateway(ConnectedActor):
 
     @endpoint
     async def serve(self) -> None:
-        """Return when the server was closed: an open call of this endpoint is the failure channel. Raises ActorFailed:
-        the server ended by itself."""
         if self._server is None:
             raise ActorFailed("the gateway was called before setup")
         await self._server.ended()
@@ -118,13 +116,6 @@ class GatewayClient(MeshClient):
         super().__init__("gateway", start_seconds=start_seconds)
         self.url = ""
         """Without `/v1`; known after `setup`."""
-
-    async def watch(self) -> None:
-        """Wait until the gateway is closed. Raises ActorFailed if it ends by itself or its process is gone."""
-        await self.ranks[0].call(None, Gateway.serve)
-
-    async def close(self) -> None:
-        await self.ranks[0].call(None, Gateway.close)
 
     async def _set_up(self, peers: dict[str, Any]) -> list[int]:
         """Listen where the gateway before listened."""

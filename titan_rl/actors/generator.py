@@ -221,8 +221,5 @@ class GeneratorClient(MeshClient):
 
     actor_class = Generator
 
-    async def close(self) -> None:
-        await self.call_all(None, Generator.close)
-
     async def _set_up(self, peers: dict[str, Any]) -> list[int]:
         return await self.call_all(self.start_seconds, Generator.setup, self.actor, **peers)

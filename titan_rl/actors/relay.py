@@ -4,8 +4,7 @@
     generator ◀─ it is in this host's segment ── relay ◀── bytes of the chunk, past all mailboxes ── parent's segment
 
 - The hosts are a chain in their order (several, where several hosts have a publication): each takes every chunk from
-  the one before it, as soon as that has the whole of it. So every link carries one copy in each direction, and the last
-  of 16 hosts is done after 1.14 times one copy. Two trees with half the chunks each were measured: 1.23.
+  the one before it, as soon as that has the whole of it: 1.14 times one copy for 16 hosts, by two trees 1.23.
 - On a host where the trainer wrote a publication (`Publication.hosts`) a relay brings nothing and hands on what is
   there. If a parent is gone or late, the rest of its chunks comes from such a host. What is here is not fetched again.
 - A slot is written again only for a publication that was made later in the same place (`Publication.serial`). Before

@@ -233,8 +233,6 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def serve(self) -> None:
-        """Return when the router was closed: an open call of this endpoint is the failure channel. Raises ActorFailed:
-        the router has ended by itself."""
         try:
             await self.until(lambda: False)
         except ActorGone as error:  # a caller would take that for the end of the process, which lives

@@ -26,6 +26,8 @@ class RouterClient(RequestClient):
     function of its request, so the caller sees only that it took longer.
     """
 
+    actor_class = GeneratorRouter
+
     def __init__(
         self,
         actor: Any = None,
@@ -154,11 +156,6 @@ class RouterClient(RequestClient):
     async def fleet_status(self) -> list[GeneratorStatus]:
         """As the router that is there now sees it. Raises ActorGone if there is none."""
         return await self.connection.call(self._seconds, GeneratorRouter.fleet_status)
-
-    async def watch(self) -> None:
-        """Return when the router is closed. Raises ActorFailed when it has ended by itself, and ActorGone when its
-        process is gone or the link to it is lost: this client would wait for another router."""
-        await self.connection.call(None, GeneratorRouter.serve)
 
     async def close(self) -> None:
         """Close the router itself. Open requests fail."""

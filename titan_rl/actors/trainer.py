@@ -100,7 +100,7 @@ class PolicyTrainer(ConnectedActor):
         self._device = device
         self._hosts = hosts
         self._rank = int(os.environ["RANK"])
-        self._updater: PolicyUpdater | None = None
+        self._updater: PolicyUpdater  # from `setup` on, as a client calls nothing before it
         self._publisher: SharedMemoryPublisher | None = None
         self._copies: StateCopies | None = None
         self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
@@ -118,7 +118,7 @@ class PolicyTrainer(ConnectedActor):
             return alive
         if self._device == "cpu":
             return alive._replace(progress=time.clock_gettime_ns(time.pthread_getcpuclockid(thread)))
-        return alive._replace(progress=self._ready().microbatches)
+        return alive._replace(progress=self._updater.microbatches)
 
     @endpoint
     async def open_rendezvous(self) -> str:
@@ -172,7 +172,7 @@ class PolicyTrainer(ConnectedActor):
         source = AnyHostSource({name: worker for name, (host, worker) in stores.items() if host != here})
 
         def attach() -> object:
-            before, self._ready().samples = self._ready().samples, source
+            before, self._updater.samples = self._updater.samples, source
             return before
 
         before = await self.calls.run(sequence, attach)
@@ -182,13 +182,13 @@ class PolicyTrainer(ConnectedActor):
     @in_order
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
         with self._step():
-            return self._ready().warm_up_step(batch, plan)
+            return self._updater.warm_up_step(batch, plan)
 
     @in_order
     def freeze_reference(self) -> str:
         """Returns why no copies of the state are kept from now on; empty if they are."""
         if self._config.trainer.kl.coefficient:
-            self._ready().freeze_reference()
+            self._updater.freeze_reference()
         return self._copy(reference=True)
 
     @in_order
@@ -198,39 +198,38 @@ class PolicyTrainer(ConnectedActor):
         """Returns also the scores of this rank's samples among those that are named."""
         recorder = TokenScoreRecorder(names)
         with self._step():
-            metrics = self._ready().train_step(batch, plan, recorder)
+            metrics = self._updater.train_step(batch, plan, recorder)
         self._copy()
-        _log.info("step %d: %s", self._ready().step, {name: round(value, 6) for name, value in metrics.items()})
+        _log.info("step %d: %s", self._updater.step, {name: round(value, 6) for name, value in metrics.items()})
         return metrics, recorder.scores
 
     @in_order
     def read_copies(self, version: PolicyVersion) -> None:
         if self._copies is None:
             raise CheckpointError("checkpoint.in_memory is off")
-        self._ready().restore_from_copies(self._copies, version)
+        self._updater.restore_from_copies(self._copies, version)
 
     @in_order
     def push_model_state_dict(self) -> Publication:
-        updater = self._ready()
+        updater = self._updater
         return self._publish(PolicyVersion(updater.incarnation, updater.step), updater.local_shards())
 
     @in_order
     def release(self, version: PolicyVersion) -> None:
-        self._ready()
         assert self._publisher is not None
         self._publisher.release(version)
 
     @in_order
     def save(self, directory: str) -> int:
-        self._ready().save_hf(Path(directory))
-        return self._ready().step
+        self._updater.save_hf(Path(directory))
+        return self._updater.step
 
     @in_order
     def begin_checkpoint(self, directory: str, step: int, samples: SampleBatch) -> None:
-        if (mine := self._ready().step) != step:
+        if (mine := self._updater.step) != step:
             raise TrainingError(f"no checkpoint of step {step}: the trainer is at step {mine}")
-        self._ready().begin_save(Path(directory, STATE))
-        self._copied = self._ready().samples.fetch(samples) if self._rank == 0 else ()
+        self._updater.begin_save(Path(directory, STATE))
+        self._copied = self._updater.samples.fetch(samples) if self._rank == 0 else ()
 
     @endpoint
     async def finish_checkpoint(self, directory: str, publications: tuple[Publication, ...]) -> None:
@@ -244,7 +243,7 @@ class PolicyTrainer(ConnectedActor):
                         save_publication(publication, Path(directory, str(publication.version)))
             finally:
                 self._copied = ()
-                self._ready().finish_save()  # in any case: `directory` may be removed when this has answered
+                self._updater.finish_save()  # in any case: `directory` may be removed when this has answered
 
         with activity("write checkpoint"):
             await asyncio.to_thread(write)
@@ -252,13 +251,13 @@ class PolicyTrainer(ConnectedActor):
     @in_order
     def restore(self, directory: str, incarnation: int) -> tuple[int, str]:
         """Returns the step, and why no copies of the state are kept from now on."""
-        updater = self._ready()
+        updater = self._updater
         updater.restore(Path(directory, STATE), incarnation)
         return updater.step, self._copy(reference=True)
 
     @in_order
     def start_over(self, incarnation: int) -> None:
-        updater = self._ready()
+        updater = self._updater
         if updater.step:
             raise TrainingError(f"the trainer cannot start over: it is at step {updater.step}")
         updater.incarnation = incarnation
@@ -270,7 +269,7 @@ class PolicyTrainer(ConnectedActor):
         return self._publish(version, shards_of_files(Path(directory, str(version))) if self._rank == 0 else ())
 
     @in_order
-    def close(self) -> None:
+    def free(self) -> None:
         """Free the shared memory, which would outlive the process."""
         if self._publisher is not None:
             self._publisher.close()
@@ -290,24 +289,18 @@ class PolicyTrainer(ConnectedActor):
         import torch
 
         timeline.doing("publish")
-        updater, publisher = self._ready(), self._publisher
-        assert publisher is not None
+        assert self._publisher is not None
         served_dtype = getattr(torch, self._config.generator.dtype)
-        return publisher.publish(version, shards, dtype=served_dtype, aliases=updater.aliases)
+        return self._publisher.publish(version, shards, dtype=served_dtype, aliases=self._updater.aliases)
 
     def _copy(self, *, reference: bool = False) -> str:
         """Copy the state in memory; returns why that cannot be done. Then it is not tried again."""
         if self._copies is not None:
             timeline.doing("copy state")
             try:
-                self._ready().copy_state(self._copies, reference=reference)
+                self._updater.copy_state(self._copies, reference=reference)
             except StorageError as error:
                 self._copies.remove()
                 self._copies = None
                 return str(error)
         return ""
-
-    def _ready(self) -> PolicyUpdater:
-        if self._updater is None:
-            raise TrainingError("the trainer was called before setup")
-        return self._updater

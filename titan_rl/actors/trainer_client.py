@@ -43,6 +43,8 @@ once."""
 class TrainerClient(MeshClient):
     """All ranks of the trainer mesh as one object."""
 
+    actor_class = PolicyTrainer
+
     def __init__(
         self,
         config: RunConfig,
@@ -196,7 +198,7 @@ class TrainerClient(MeshClient):
         )
 
     async def close(self) -> None:
-        await self._all(self._call(self._step_seconds, PolicyTrainer.close))
+        await self._all(self._call(self._step_seconds, PolicyTrainer.free))
 
     async def _send_peers(self, peers: dict[str, Any]) -> None:
         # waits for ranks that are being set up: they may have got the peers before

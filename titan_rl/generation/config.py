@@ -42,6 +42,7 @@ _COMMON = {
 }
 _CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first step that returns logprobs compiles for many seconds
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise vLLM pins threads to cores, the same ones in every process
 }
 _CUDA = {
     "VLLM_LOGGING_LEVEL": "INFO",  # says what a start that takes minutes is at

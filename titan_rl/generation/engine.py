@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -134,16 +134,14 @@ class Engine(ABC):
     def drop_cache(self) -> None:
         """Forget all KV. Running requests keep their tokens and recompute."""
 
-    @abstractmethod
     def sleep(self) -> int:
-        """Free memory; no request is running. Returns the bytes that were freed."""
+        """Free what memory can be freed; no request is running. Returns the bytes that were freed."""
+        return 0
 
-    @abstractmethod
-    def wake(self) -> None:
-        """Allocate the memory again."""
+    def wake(self) -> None:  # noqa: B027  # an engine that frees nothing has nothing to do
+        """Allocate that memory again."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Free everything. The last call."""
 
     def _check_constraint(self, request: GenerationRequest) -> None:
@@ -261,14 +259,8 @@ class RunningRequest:
     def new_piece(self) -> Piece:
         """The tokens since the piece before."""
         start, self.streamed = self.streamed, len(self.tokens)
-        return Piece(
-            request_id=self.request.request_id,
-            offset=self.request.stream_from + start,
-            token_ids=np.array(self.tokens[start:], dtype=np.int32),
-            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
-            versions=self._versions(start),
-            supports=Supports.of(self.supports, start, self.streamed),
-        )
+        offset = self.request.stream_from + start
+        return Piece(request_id=self.request.request_id, offset=offset, **self._sampled(start))
 
     def complete(self, reason: FinishReason, now: float) -> Completion:
         metrics = {
@@ -280,19 +272,16 @@ class RunningRequest:
             metrics["generation/seconds_to_first_token"] = self.first_at - self.added_at
         if self.recomputed:
             metrics["generation/recomputed_tokens"] = float(self.recomputed)
-        return Completion(
-            request_id=self.request.request_id,
-            token_ids=np.array(self.tokens, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            versions=self._versions(0),
-            supports=Supports.of(self.supports, 0, len(self.tokens)),
-            finish_reason=reason,
-            metrics=metrics,
-        )
+        return Completion(request_id=self.request.request_id, finish_reason=reason, metrics=metrics, **self._sampled(0))
 
-    def _versions(self, start: int) -> np.ndarray:
-        """Encoded versions of the tokens from `start` on; [T] int64."""
+    def _sampled(self, start: int) -> dict[str, Any]:
+        """The arrays of the tokens from `start` on."""
         versions = np.empty(len(self.tokens) - start, dtype=np.int64)
         for version, first in self.spans:
             versions[max(first - start, 0) :] = version
-        return versions
+        return {
+            "token_ids": np.array(self.tokens[start:], dtype=np.int32),
+            "logprobs": np.array(self.logprobs[start:], dtype=np.float32),
+            "versions": versions,
+            "supports": Supports.of(self.supports, start, len(self.tokens)),
+        }

@@ -1,8 +1,7 @@
 """Applies decisions to an engine: the part of the loop that every rank runs, rank 0 included.
 
 Each rank applies the same decisions in the same order, so all engines hold the same requests and sample the same
-tokens. A pull has the same outcome on all ranks: a failure on one rank is sent to all before any continues, so that no
-rank waits in a collective for one that gave up.
+tokens. A pull has the same outcome on all ranks (`Ranks.together`).
 """
 
 from __future__ import annotations

@@ -118,15 +118,6 @@ class SimulatedEngine(Engine):
     def drop_cache(self) -> None:
         """There is no KV."""
 
-    def sleep(self) -> int:
-        return 0
-
-    def wake(self) -> None:
-        """Nothing was given up."""
-
-    def close(self) -> None:
-        """Nothing is held."""
-
     def _end(self, request_id: str) -> RunningRequest:
         del self._lengths[request_id]
         return super()._end(request_id)

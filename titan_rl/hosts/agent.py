@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from monarch.rdma import RDMABuffer
 
@@ -34,7 +34,6 @@ from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
 from titan_rl.metrics.timeline import SPANS, Pulse, timeline
 from titan_rl.metrics.waits import watch_event_loops
-from titan_rl.policy.models.tiny import TinyPolicyConfig, make_tiny_policy
 from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import ConnectedActor, caller, endpoint
 from titan_rl.supervision.fork_server import Stage
@@ -229,10 +228,6 @@ class HostAgent(ConnectedActor):
         await asyncio.to_thread(self._watch.end, spawn)
 
     @endpoint
-    async def remove_segments(self, channel: str) -> None:
-        remove_segments_of(os.getpid(), channel=channel)
-
-    @endpoint
     async def echo(self, content: bytes) -> bytes:
         """Shows that packets of every size pass."""
         return content
@@ -243,12 +238,9 @@ class HostAgent(ConnectedActor):
         return await asyncio.to_thread(RDMABuffer, memoryview(bytearray(16 << 20)))  # which keeps it alive
 
     @endpoint
-    async def digests(self, needed: tuple[str, ...]) -> list[str]:
-        return await asyncio.to_thread(lambda: [digest_of(each) for each in needed])
-
-    @endpoint
-    async def make_policy(self, tiny: TinyPolicyConfig, directory: str) -> None:
-        await asyncio.to_thread(make_tiny_policy, tiny, Path(directory).parent)
+    async def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        """Do on this host what a function does."""
+        return await asyncio.to_thread(work, *args)
 
     def _guard(self) -> None:
         """End this process, and with it all that it watches, once the controller is silent or gone."""

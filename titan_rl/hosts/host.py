@@ -32,6 +32,7 @@ from titan_rl.hosts.facts import HostFacts, detect_host, transport
 from titan_rl.hosts.shipped_logs import MOST_BYTES, Pace, ShippedLogs
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rpc.connection import Connection, bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_server import Stage
@@ -248,23 +249,20 @@ class AttachedHost(Host):
         await self._ask(HostAgent.end, spawn)
 
     async def remove_segments(self, channel: str) -> None:
-        await self._ask(HostAgent.remove_segments, channel)
+        await self._ask(HostAgent.run, functools.partial(remove_segments_of, self.owner, channel=channel))
 
     async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
         if tiny is not None:
-            await self._call(HostAgent.make_policy, tiny, str(model_path))
-        same = (str(model_path), *imports)
-        here = await asyncio.to_thread(lambda: [digest_of(each) for each in same])
-        there = await self._call(HostAgent.digests, same)
-        for what, mine, theirs in zip(same, here, there, strict=True):
-            if not theirs:
+            await self._call(HostAgent.run, make_tiny_policy, tiny, model_path.parent)
+        for what in (str(model_path), *imports):
+            here, there = await asyncio.to_thread(digest_of, what), await self._call(HostAgent.run, digest_of, what)
+            if not there:
                 raise ConfigError(f"{self.label} has no {what}: put it there, at the same path")
-            if theirs != mine:
+            if there != here:
                 raise ConfigError(f"{self.label} has another {what} than this host: copy it there")
 
     async def require_sees(self, run_directory: Path) -> None:
-        (there,) = await self._call(HostAgent.digests, (str(run_directory),))
-        if not there:
+        if not await self._call(HostAgent.run, digest_of, str(run_directory)):
             raise ConfigError(
                 f"{self.label} does not see {run_directory}, where the trainer writes checkpoints: choose a "
                 "logging.directory on a file system that all hosts of placement.trainer share"
@@ -278,7 +276,7 @@ class AttachedHost(Host):
         if self._agent is not None and not self.lost:  # it was reached, and somebody there answers
             if pulses is not None:  # it was attached
                 await self._ask(HostAgent.pulse, 16 * MOST_BYTES)  # the last lines of the logs
-                await self._ask(HostAgent.remove_segments, "")
+                await self.remove_segments("")
             self.lost = self.lost or "it was detached"
             await self._agent.close()
             try:

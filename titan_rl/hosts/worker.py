@@ -1,9 +1,5 @@
 """Lends this host to runs: `titan-rl worker` to one after the other, a rank of torchrun or of a job to rank 0's.
 
-    titan-rl worker --listen ADDRESS:PORT
-    torchrun --nnodes N --nproc-per-node 1 … -m titan_rl.train --recipe NAME --trusted-network
-    RANK=… WORLD_SIZE=… MASTER_ADDR=… MASTER_PORT=… python -m titan_rl.train --recipe NAME --trusted-network
-
 - Whoever reaches the port can run any code here: trusted networks only, or TLS (`facts.TLS`). A worker listens on the
   address that it is given and on no other. It starts nothing by itself; a run's controller starts an agent, which ends
   with everything that the run has here when it is told to, or does not hear of the controller any more.

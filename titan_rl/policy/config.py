@@ -185,9 +185,8 @@ class TrainerConfig:
     in bfloat16."""
     deterministic: bool = False
     """The trainer's part of the run's `deterministic`, which turns it on: torch refuses operations that it knows to
-    differ from run to run. On CPU there are none in a step, so this changes nothing there. The same batches in the same
-    order then give bitwise the same weights. Samples in another order, or another number of ranks, add in another
-    order: weights differ in their last bits."""
+    differ from run to run (on CPU there are none in a step). The same batches in the same order then give bitwise the
+    same weights. Samples in another order, or another number of ranks, change their last bits."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     epochs: Count = 1
     """How often a batch is trained before its policy version is published. With several optimizer steps a batch, ratios

@@ -49,7 +49,6 @@ _SUMS = (
     "clip_share",
     "masked_share",
 )
-_OF_REFERENCE = ("reference_kl_k1", "reference_kl_k3")
 _MAXIMA = ("weight_max", "logprob_difference_max", "entropy_bonus")
 
 RATIO_BAND = (0.9, 1.1)
@@ -182,7 +181,7 @@ class StepMetrics:
             "seconds": slowest,
             "loss": total["loss"] / divisor,
             **{name: total[name] / tokens for name in ("entropy", "kl_k1", "kl_k3")},
-            **{name: total[name] / tokens for name in _OF_REFERENCE if self._reference},
+            **{name: total[name] / tokens for name in ("reference_kl_k1", "reference_kl_k3") if self._reference},
             "weight_mean": total["weight"] / tokens,
             "weight_max": top["weight_max"],
             "effective_sample_size": total["weight"] ** 2 / total["weight_square"] / tokens,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
-from titan_rl.errors import StorageError, TrainingError
+from titan_rl.errors import StorageError, TrainingError, WeightsError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.algorithms.base import TrainedTokens
 from titan_rl.policy.config import TrainerConfig
@@ -202,8 +202,10 @@ class PolicyUpdater:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         StorageError, on all ranks, if rank 0 could not write it, TrainingError as `begin_save`."""
         self._raise_if_torn()
-        if failure := save_whole(directory, self._source, self._policy.tensors, self._config.dtype):
-            raise StorageError(f"step {self.step}: the checkpoint {directory} could not be written: {failure}")
+        try:
+            save_whole(directory, self._source, self._policy.tensors, self._config.dtype)
+        except WeightsError as error:
+            raise StorageError(f"step {self.step}: {error}") from error
 
     def begin_save(self, directory: Path) -> None:
         """Copy in memory all that later steps depend on, and begin to write it to `directory`; `finish_save` waits.

@@ -2,8 +2,7 @@
 
 The prompt of an attempt is the caller's prompt plus the tokens of earlier attempts; its budget is the rest; its seed is
 the caller's. Noise depends on the seed and the position, so tokens that were lost are sampled again, and the rest is
-what it would have been. Tokens, logprobs and versions of all attempts are stitched into one completion under the
-caller's id.
+what it would have been.
 """
 
 from dataclasses import dataclass, replace

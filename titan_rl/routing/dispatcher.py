@@ -13,8 +13,7 @@ Always true, after every method:
 - with `resume`, a completion begins with the tokens that its caller was shown as pieces, even if the generator that
   sampled them is lost.
 
-An attempt that ends early through no fault of the request continues as a new attempt: with its tokens as part of the
-prompt, the rest of the budget, and its own seed. The caller gets one stitched completion.
+An attempt that ends early through no fault of the request continues as a new one (`attempts`):
 
     submit([r])                     → [Assignment(g0, r)]
     completed(r, 3 tokens, ABORT)   → None                               g0 was interrupted

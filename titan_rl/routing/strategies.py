@@ -51,19 +51,22 @@ class RoutingStrategy(ServingListener, Protocol):
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         """The request is live on a generator, whose estimated load is now `load` tokens."""
+        return
 
     def released(self, request: GenerationRequest, name: str, load: int) -> None:
         """The request is no longer live on the generator, whose estimated load is now `load`."""
+        return
 
     def end_session(self, session_id: str) -> None:
         """The conversation is over."""
+        return
 
 
 _Key = tuple[int, int, str]
 """Load, time of last choice, name of a generator."""
 
 
-class _Ordered:
+class _Ordered(RoutingStrategy):
     """Chooses, among generators whose version is allowed, the one with the smallest key.
 
     The generators of a version are in a heap, with every key that they had. Keys of before are dropped at the top, or
@@ -122,14 +125,6 @@ class _Ordered:
         if len(heap) > 4 * len(self.serving) + 16:
             heap[:] = {each for each in heap if self._holds(each, version)}
             heapq.heapify(heap)
-
-    def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
-        """Ignored: this strategy does not use the load."""
-
-    released = assigned
-
-    def end_session(self, session_id: str) -> None:
-        """Ignored: this strategy does not use sessions."""
 
 
 class RoundRobin(_Ordered):
@@ -213,11 +208,7 @@ def build_strategy(config: RouterConfig) -> RoutingStrategy:
     """The strategy that `router.strategy` names, whose arguments `run.checks` has compared with it. Raises ConfigError:
     the name is none, or the class lacks a method."""
     strategy = import_name(config.strategy, SHORT_NAMES)
-    missing = [
-        name
-        for name in ("serves", "pauses", "leaves", "choose", "assigned", "released", "end_session")
-        if not callable(getattr(strategy, name, None))
-    ]
-    if missing:
+    methods = (name for name in dir(RoutingStrategy) if not name.startswith("_"))
+    if missing := [name for name in methods if not callable(getattr(strategy, name, None))]:
         raise ConfigError(f"router.strategy: {config.strategy!r} lacks {', '.join(missing)}")
     return strategy(**config.strategy_kwargs)

@@ -144,6 +144,15 @@ class ConnectedActor(Actor):
         return Pulse(self._pulses, timeline.uptime(), memory())
 
     @endpoint
+    async def serve(self) -> None:
+        """An open call is the failure channel: it returns when there is nothing to watch but the process and its pulse.
+        Raises ActorFailed: the actor has ended by itself."""
+
+    @endpoint
+    async def close(self) -> None:
+        """End the work."""
+
+    @endpoint
     async def connect(self, address: bytes) -> None:
         """Answer the calls of the client with this pickled reply port until it disconnects or this process ends."""
         reply = pickle.loads(address)

@@ -7,15 +7,7 @@
 The client outlives its actors: it is made once, with or without them, and is handed to everybody who calls the mesh.
 Between `lose` and the next `setup`, a call fails with `ActorGone`, or waits for the replacement if it may be made twice
 (`retry_on_replacement`).
-
-| client                | `peers`: the actors that it calls                             | `files_left`     |
-|-----------------------|---------------------------------------------------------------|------------------|
-| `TrainerClient`       | `stores`                                                      |                  |
-| `GeneratorClient`     | `relay`                                                       |                  |
-| `RelayClient`         | `relays`                                                      |                  |
-| `RouterClient`        | none: generators join and leave by calls (`generator_joined`) |                  |
-| `GatewayClient`       | `router`                                                      |                  |
-| `RolloutWorkerClient` | `router`, `gateway`                                           | its sample store |
+Which peers each mesh has, `supervision/mesh_kinds.py` says.
 """
 
 import asyncio
@@ -39,7 +31,7 @@ class MeshClient:
     """Belongs to one event loop."""
 
     actor_class: type[Any]
-    """Its endpoints `setup` and `set_peers` take the peers by name, unless the subclass calls others."""
+    """Runs in each process. `setup` and `set_peers` take the peers by name, unless the subclass calls others."""
 
     def __init__(
         self,
@@ -104,10 +96,12 @@ class MeshClient:
 
     async def watch(self) -> None:
         """Return when there is nothing to watch but the processes and their pulse. Raises ActorFailed: the mesh failed
-        while its processes live."""
+        while its processes live; ActorGone: a process is gone, or the link to it is lost."""
+        await self.call_all(None, ConnectedActor.serve)
 
     async def close(self) -> None:
         """Let the actors end their work and free what outlives a process. The caller sets the time limit."""
+        await self.call_all(None, ConnectedActor.close)
 
     async def call_all(
         self, seconds: float | None, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs

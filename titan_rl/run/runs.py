@@ -1,13 +1,10 @@
 """The runs of a directory: what has become of each (`titan-rl runs`), which one goes on, from which checkpoint, and
 whether its settings may be others than before.
 
-Nothing of the run is changed before the trainer has what the checkpoint holds (`begun`). Then checkpoints after the one
-that was taken are removed: the run leaves their way.
-
-The list is made from the files of the runs alone, so that one whose recipe is gone is listed too. A run that holds its
-lock is going on; one that does not and never said how it ended is dead.
-
-A setting that decides what is computed stays as it was: groups in flight, moments and ages are those of the old one.
+- Nothing of the run is changed before the trainer has what the checkpoint holds (`begun`).
+- The list is made from the files of the runs alone, so that one whose recipe is gone is listed too. A run that holds
+  its lock is going on; one that does not and never said how it ended is dead.
+- A setting that decides what is computed stays as it was: groups in flight, moments and ages are those of the old one.
 """
 
 import dataclasses

@@ -238,21 +238,13 @@ def be_process(proxy: socket.socket, directory: str, spawn: str, mesh: str, rank
     from titan_rl.metrics.waits import answer_signals
 
     answer_signals(f"{mesh} rank {rank}")
-    _announce(f"{directory}/births", spawn, mesh, rank)  # from now on it may be asked
+    births = os.open(f"{directory}/births", os.O_WRONLY | os.O_NONBLOCK)  # fails where nobody reads it any more
+    os.write(births, f"{spawn} {mesh} {rank} {os.getpid()}\n".encode())  # from now on it may be asked
+    os.close(births)
     os.environ["HYPERACTOR_MESH_BOOTSTRAP_ENABLE_PDEATHSIG"] = "false"  # of a stage
     sys.argv = [MONARCH_MAIN]
     # without the teardown of the interpreter: with torch it takes 1 to 10 s, and the controller waits for it
     run_and_exit(functools.partial(runpy.run_module, MONARCH_MAIN, run_name="__main__", alter_sys=True))
-
-
-def _announce(births: str, *words: str) -> None:
-    """Tell the watch this process's id. If nobody reads the pipe any more, this process ends."""
-    try:
-        descriptor = os.open(births, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # no reader, or no file any more
-        sys.exit("the owner died while its process started")
-    os.write(descriptor, f"{' '.join(words)} {os.getpid()}\n".encode())
-    os.close(descriptor)
 
 
 def listen(directory: str, kind: str) -> socket.socket:

@@ -1,7 +1,6 @@
-"""All meshes of one run or service, and what each kind of mesh is: actor, arguments, client, peers, cost of its loss.
+"""All meshes of one run or service, and what each kind of mesh is: arguments, client, peers, cost of its loss.
 
-A peer is an actor that a mesh calls. A mesh gets the handles of its peers when it is set up, and again whenever one of
-them was replaced.
+A peer is an actor that a mesh calls: it gets the handle when it is set up, and again whenever the peer was replaced.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,14 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_rl.actors.gateway import Gateway, GatewayClient
-from titan_rl.actors.generator import Generator, GeneratorClient
-from titan_rl.actors.relay import RelayClient, WeightRelay
-from titan_rl.actors.rollout_worker import RolloutWorker
+from titan_rl.actors.gateway import GatewayClient
+from titan_rl.actors.generator import GeneratorClient
+from titan_rl.actors.relay import RelayClient
 from titan_rl.actors.rollouts import RolloutWorkerClient, RolloutWorkers
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, MeshFailed, TitanError
@@ -112,8 +109,6 @@ class MeshTable:
 class MeshKind:
     """One kind of mesh, among the meshes of one run."""
 
-    actor: type[Any]
-    """Runs in each process."""
     calls: tuple[Kind, ...] = ()
     """The kinds of its peers."""
     doing: str
@@ -159,7 +154,6 @@ class MeshKind:
 
 
 class TrainerKind(MeshKind):
-    actor = PolicyTrainer
     doing = "building the policy"
     lost_with = "the step in flight"
 
@@ -189,7 +183,6 @@ class TrainerKind(MeshKind):
 
 
 class GeneratorKind(MeshKind):
-    actor = Generator
     calls = (Kind.RELAY,)
     doing = "building the engine"
     lost_with = "the tokens that its requests have not streamed"
@@ -217,7 +210,6 @@ class GeneratorKind(MeshKind):
 
 
 class RelayKind(MeshKind):
-    actor = WeightRelay
     calls = (Kind.RELAY,)
     doing = "starting"
     lost_with = "the weights that it is bringing to its host"
@@ -234,7 +226,6 @@ class RelayKind(MeshKind):
 
 
 class RouterKind(MeshKind):
-    actor = GeneratorRouter
     doing = "starting"
     lost_with = "which sessions stick to which generator"
 
@@ -252,7 +243,6 @@ class RouterKind(MeshKind):
 
 
 class GatewayKind(MeshKind):
-    actor = Gateway
     calls = (Kind.ROUTER,)
     doing = "listening"
     lost_with = "the rollouts that programs are playing"
@@ -265,7 +255,6 @@ class GatewayKind(MeshKind):
 
 
 class RolloutKind(MeshKind):
-    actor = RolloutWorker
     calls = (Kind.ROUTER, Kind.GATEWAY)
     doing = "starting the environment process"
     lost_with = "the groups that it plays, and the samples that it holds"

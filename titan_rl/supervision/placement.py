@@ -2,9 +2,8 @@
 
 Always true of a `Placement`:
 
-- Mesh names are unique: `trainer`, `generator0`, `generator1`, …, `router`, `rollout0`, …, and `gateway` where the task
-  defines `play`; where a checkpoint is served, generators, `router` and `gateway`. The last generators are spares.
-  With several hosts each has a `relay0`, `relay1`, …, which brings new weights there.
+- Mesh names are unique (`Kind`). There is a `gateway` where the task defines `play`; where a checkpoint is served,
+  there is one, and neither trainer nor rollout workers. The last generators are spares. Several hosts have relays.
 - Only the trainer spans hosts, with equal shares of its ranks in the order of the hosts.
 - On CUDA every rank of the trainer and of the generators has a device that no other rank of its mesh has, and none of
   another mesh's unless `placement.ranks_per_device` allows it. The ranks of a generator see all
@@ -212,15 +211,9 @@ def trainer_threads(host: HostFacts, device: Device) -> dict[str, str]:
 
 
 def engine_environment(config: RunConfig, device: Device) -> dict[str, str]:
-    deterministic = config.generator_settings().deterministic
-    engine = generator_environment(
-        device,
-        tensor_parallel=config.generator.tensor_parallel,
-        threads=config.placement.threads,
-        deterministic=deterministic,
-    )
-    # otherwise vLLM pins its threads to cores of its own choice, the same ones in every process
-    return {**engine, "VLLM_CPU_OMP_THREADS_BIND": "nobind"} if device == "cpu" else engine
+    settings, threads = config.generator_settings(), config.placement.threads
+    ranks, deterministic = settings.tensor_parallel, settings.deterministic
+    return generator_environment(device, tensor_parallel=ranks, threads=threads, deterministic=deterministic)
 
 
 def plan(
@@ -382,21 +375,12 @@ def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", "environment"]
-    for names, variables in _shared_environment(placement).items():
-        lines.append(f"  {names}:")
-        lines += [f"    {name}={value}" for name, value in sorted(variables.items())]
+    # Alike in all meshes of a kind, but for the device, which is in the table.
+    variables = {
+        mesh.kind.value: {each for each in mesh.env[0].items() if each[0] != "CUDA_VISIBLE_DEVICES"}
+        for mesh in placement.meshes
+    }
+    common = set.intersection(*variables.values())
+    for whose, own in {"process": common, **{kind: each - common for kind, each in variables.items()}}.items():
+        lines += [f"  every {whose}:", *(f"    {name}={value}" for name, value in sorted(own))] if own else []
     return lines
-
-
-def _shared_environment(placement: Placement) -> dict[str, dict[str, str]]:
-    """Variables by the meshes that have them: all processes first, then meshes with equal extras. Without the device,
-    which is in the table."""
-    extras = {mesh.name: dict(mesh.env[0]) for mesh in placement.meshes}
-    for variables in extras.values():
-        del variables["CUDA_VISIBLE_DEVICES"]
-    common = dict(set.intersection(*(set(variables.items()) for variables in extras.values())))
-    shared: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for name, variables in extras.items():
-        if own := tuple(sorted(variables.items() - common.items())):
-            shared.setdefault(own, []).append(name)
-    return {"every process": common, **{", ".join(names): dict(own) for own, names in shared.items()}}

@@ -97,7 +97,7 @@ class ProcessWatch:
     def any_ended(self, spawn: str) -> bool:
         """Whether a process of this spawn has ended, reported or not."""
         with self._of(spawn) as mine:
-            return mine.ended > 0 or any(_poll(descriptor, select.POLLIN, 0) for descriptor in mine.living.values())
+            return mine.ended > 0 or any(_ends_within(descriptor, 0) for descriptor in mine.living.values())
 
     def expect_ends(self, spawn: str, kill: bool = False) -> None:
         """Report no ends from now on: the processes are about to be stopped. Processes stopped by SIGSTOP are
@@ -121,12 +121,12 @@ class ProcessWatch:
         with self._of(spawn) as mine:
             living = [os.dup(descriptor) for descriptor in mine.living.values()]
         for descriptor in living:
-            if not _poll(descriptor, select.POLLIN, after_milliseconds):
+            if not _ends_within(descriptor, after_milliseconds):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         deadline = time.monotonic() + _GONE_SECONDS
         for descriptor in living:
-            _poll(descriptor, select.POLLIN, max(0, int(1000 * (deadline - time.monotonic()))))
+            _ends_within(descriptor, max(0, int(1000 * (deadline - time.monotonic()))))
             os.close(descriptor)
 
     def close(self) -> None:
@@ -195,12 +195,10 @@ class ProcessWatch:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             return self._tell_end(spawn, name, pid, -signal.SIGKILL)
-        start_thread(name, functools.partial(self._wait, spawn, name, pid), on_death=self._on_broken)
+        start_thread(name, functools.partial(self._wait, spawn, name, pid, descriptor), on_death=self._on_broken)
 
-    def _wait(self, spawn: str, name: str, pid: int) -> None:
-        with self._of(spawn) as mine:
-            descriptor = mine.living[pid]
-        _poll(descriptor, select.POLLIN, None)
+    def _wait(self, spawn: str, name: str, pid: int, descriptor: int) -> None:
+        _ends_within(descriptor, None)
         status = exit_status(pid, descriptor)
         self._tell_end(spawn, name, pid, None if status is None else os.waitstatus_to_exitcode(status))
 
@@ -214,7 +212,7 @@ class ProcessWatch:
             self._on_end(spawn, name, code)
 
 
-def _poll(descriptor: int, events: int, milliseconds: int | None) -> list[tuple[int, int]]:
+def _ends_within(descriptor: int, milliseconds: int | None) -> bool:
     poll = select.poll()
-    poll.register(descriptor, events)
-    return poll.poll(milliseconds)
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(milliseconds))

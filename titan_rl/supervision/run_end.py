@@ -1,7 +1,6 @@
 """What ends a run: the first fatal fault or stop signal decides, and it is announced at once.
 
-- The first fatal fault ends the work that `watch` runs. It is announced at once. No fault is lost: the next `watch`
-  raises one that came while nobody watched.
+- The first fatal fault ends the work that `watch` runs, or the next one, if it came while nobody watched.
 - After `settle` the result of the run is decided, and later faults are only logged. A run is done when its steps are
   trained, its last evaluation is over and its weights are saved.
 """

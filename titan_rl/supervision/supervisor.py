@@ -1,6 +1,6 @@
 """The meshes of a run or a service: placed, started, watched, replaced and closed.
 
-    placement ─▶ ManagedMesh: one record, one state          MeshKind: actor, arguments, client, peers
+    placement ─▶ ManagedMesh: one record, one state          MeshKind: arguments, client, peers
                     │ spawn                 │ set up, peers             │ close
                     ▼                       ▼                           ▼
                 processes, actors ─▶ models, engines, servers ─▶ nothing is left
@@ -186,8 +186,8 @@ class Supervisor:
 
     def _spawn(self, mesh: ManagedMesh) -> None:
         self._on_mesh(mesh.name, "starting processes")
-        kind = self.kinds[mesh.kind]
-        mesh.client.replace(self.provisioner.spawn(mesh.plan).spawn(mesh.name, kind.actor, **kind.arguments(mesh)))
+        processes, arguments = self.provisioner.spawn(mesh.plan), self.kinds[mesh.kind].arguments(mesh)
+        mesh.client.replace(processes.spawn(mesh.name, mesh.client.actor_class, **arguments))
 
     async def _set_up(self, mesh: ManagedMesh) -> None:
         kind = self.kinds[mesh.kind]

@@ -8,18 +8,16 @@ adaptation fails when vLLM no longer needs it.
   fails at objects of other libraries (llvmlite's, under numba). All kernels that it looks for are in its own modules.
 - **Names of shared memory.** All tensor-parallel groups of a host would open segments of one fixed name, so a second
   generator, or the segments of a crashed one, break the start. A name per process makes vLLM use gloo instead.
-- **Norms.** vLLM has a kernel for RMS norms on CPU but uses it on other devices only. Here each norm would take six
-  operations of torch, a fifth of a small policy's step. Engines in float32 use the kernel. It computes every row
-  alike, so this holds in deterministic mode too.
+- **Norms.** vLLM uses its kernel for RMS norms on other devices only: each norm would take six operations of torch, a
+  fifth of a small policy's step. Engines in float32 use it. It computes every row alike, in deterministic mode too.
 - **Linear layers.** vLLM packs their weights after loading and drops the originals, and nobody can read or write what
   it has packed: later weights would not reach it (with tied embeddings without any error). Here "plain" computes
   `F.linear` on the live weight; "packed" computes with the same oneDNN products on memory that is known (`packed.py`);
   "deterministic" is described below.
 
-With `deterministic = true` a request's tokens and logprobs are functions of the request alone. They do not depend, bit
-for bit, on the other requests of a batch, on their order or number, on the prefix cache, on preemption, or on one
-against two tensor-parallel ranks. Attention, norms, rotary embedding and sampling of one row never look at another row;
-three things would:
+With `deterministic = true` a request's tokens and logprobs are functions of the request and the weights alone
+(`GeneratorConfig`). Attention, norms, rotary embedding and sampling of one row never look at another row; three things
+would:
 
 - **Products of few rows.** `F.linear` picks its kernel by the number of rows, and kernels add in different orders.
   float32: at least `TILE` rows, padded with zeros; from there on rows are alike. bfloat16: tiles of exactly `TILE`
@@ -30,9 +28,6 @@ three things would:
 - **Tiles of attention.** The kernel takes keys in blocks whose length depends on how many queries a request brings, so
   a prompt's token would differ in its last bits from the same token decoded (seen from 260 positions on at head size
   128, 966 at 32). Every query is therefore given to the kernel as a request of one token.
-
-The split of long contexts over threads must not depend on the batch either: `VLLM_CPU_ATTN_SPLIT_KV=0` (see
-`generation.config.generator_environment`).
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Nothing of vLLM is replaced or reached into. A contract test holds what is read of it against its sources.
 
 - **Noise.** vLLM's model runner V2, which `config.generator_environment` asks for, hashes the noise of a token from the
-  request's seed, the token's position in the sequence (prompt included) and its id. So a completion that goes on
-  elsewhere, with its tokens as part of the prompt, meets the noise that it would have met, as on CPU.
+  request's seed, the token's position in the sequence (prompt included) and its id, as `steps` does on CPU.
 - **Overlap.** `step` plans and dispatches a step, then waits for the one before it. One is under way between two calls,
   and `drain` waits for it. Weights and KV are touched only after that, so a token's version is the one that computed
   it.
@@ -13,11 +12,9 @@ Nothing of vLLM is replaced or reached into. A contract test holds what is read 
   Two ranks add alike in any order; with more, vLLM's other all-reduces are used.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from vllm import SamplingParams as VllmSamplingParams
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -58,12 +55,6 @@ class OverlappedSteps:
         self._client = client
         self._core = core
         self._requests = requests
-
-    def seeded(self, params: VllmSamplingParams, seed: int) -> VllmSamplingParams:
-        """Sampling options of one request; others share `params`."""
-        params = copy.copy(params)
-        params.seed = seed
-        return params
 
     def step(self) -> Sampled:
         """Dispatch a step and wait for the one before it, if there is one."""

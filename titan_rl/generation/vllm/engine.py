@@ -13,6 +13,7 @@ Needs the environment of `config.generator_environment`. Tests run on CPU how it
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -153,10 +154,14 @@ class VllmEngine(Engine):
         return self.llm_engine.model_executor.driver_worker
 
     def add(self, request: GenerationRequest) -> None:
+        params = self._params(request.sampling)
+        if isinstance(self._stepper, OverlappedSteps):  # vLLM draws; `OwnSteps` knows the seed without it
+            params = copy.copy(params)  # which others share
+            params.seed = request.seed
         added = Request(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids.tolist(),
-            sampling_params=self._stepper.seeded(self._params(request.sampling), request.seed),
+            sampling_params=params,
             pooling_params=None,
             block_hasher=self._block_hasher,
         )

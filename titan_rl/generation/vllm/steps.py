@@ -15,13 +15,11 @@ After each of these vLLM's scheduler and its persistent batch are as `schedule`,
 step, and whatever is not plain decoding is left to vLLM. A test compares tokens, logprobs and the state after every
 step with vLLM's own, and one fails when vLLM changes a function whose work is done here.
 
-Sampling noise is a function of (request seed, position, token id). vLLM keeps a random generator per
-seeded request, whose state depends on where the request was sampled so far. Here nothing is stored: the noise of a
-token is hashed from the request's seed, the token's position in the sequence (prompt included) and its id. A completion
-that goes on elsewhere, with its tokens as part of the prompt, therefore meets the noise that it would have met. It is
-Gumbel noise and the token is the argmax of logits plus noise (the Gumbel-max trick), which is exact sampling from the
-softmax. A row never looks at another row, and greedy rows need no noise. Here are also the logits that a token is drawn
-from, after all masks and truncation: for requests that ask, what is -inf is recorded as impossible.
+vLLM keeps a random generator per seeded request, whose state depends on where the request was sampled so far. Here the
+noise of a token is hashed from the request's seed, the token's position in the sequence (prompt included) and its id: a
+completion that goes on elsewhere, with its tokens as part of the prompt, meets the noise that it would have met. It is
+Gumbel noise, and the token is the argmax of logits plus noise, which is exact sampling from the softmax. A row never
+looks at another row. For requests that ask, logits that are -inf after all masks and truncation are recorded.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vllm import SamplingParams
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.interface import PauseState
@@ -184,10 +181,6 @@ class OwnSteps:
         self._rows = np.empty(0, dtype=np.int64)
         self._states: list[Any] = []  # vLLM's `CachedRequestState`
         SeededSampling(runner, running, recorded)
-
-    def seeded(self, params: SamplingParams, seed: int) -> SamplingParams:
-        """`params`, which requests share: `SeededSampling` knows the seed."""
-        return params
 
     def step(self) -> Sampled:
         if (decode := self._scheduler.plan_decode()) is not None:

@@ -74,22 +74,19 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def save_whole(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> str:
-    """`write_checkpoint` of the whole tensors, in this dtype, by rank 0. Collective. Returns why it could not, on all
-    ranks; empty: it is there."""
+def save_whole(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
+    """`write_checkpoint` of the whole tensors, in this dtype, by rank 0. Collective. Raises WeightsError, on all ranks,
+    if rank 0 could not."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         # a collective; one at a time, so that other ranks hold one only
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
             whole[name] = full.to("cpu", getattr(torch, dtype)).contiguous()
-    failure = ""
-    if dist.get_rank() == 0:
-        try:
-            write_checkpoint(directory, source, whole, dtype)
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            failure = f"{type(error).__name__}: {error}"
-    return Ranks(dist.group.WORLD).gather(failure)[0]
+    Ranks(dist.group.WORLD).together(
+        f"the checkpoint {directory} could not be written",
+        lambda: write_checkpoint(directory, source, whole, dtype) if dist.get_rank() == 0 else None,
+    )
 
 
 def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
