@@ -128,10 +128,7 @@ def qwen3_0_6b() -> RunConfig:
         load_recipe(f"{Path(__file__).with_name('alphabet_sort.py')}:qwen3_0_6b"),
         {
             "environment.name": f"{__file__}:Gsm8k",
-            "environment.kwargs": {
-                "train_file": "../data/gsm8k/train.jsonl",
-                "test_file": "../data/gsm8k/test.jsonl",
-            },
+            "environment.kwargs": {"train_file": "../data/gsm8k/train.jsonl", "test_file": "../data/gsm8k/test.jsonl"},
             "rollout.max_turns": 1,
             "rollout.sampling.max_new_tokens": 1024,
             "evaluation.prompts": 1319,  # all that there are

@@ -24,17 +24,7 @@ from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, 
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
 from titan_rl.loop.checkpoint_files import checkpoints
-from titan_rl.overrides import (
-    EXIT_USAGE,
-    Command,
-    Rules,
-    Verb,
-    apply,
-    option_overrides,
-    print_error,
-    to_toml,
-    variant,
-)
+from titan_rl.overrides import EXIT_USAGE, Command, Rules, Verb, apply, option_overrides, print_error, to_toml, variant
 from titan_rl.policy.losses import OF_EVERY_LOSS
 from titan_rl.processes import run_and_exit
 from titan_rl.run.checks import check_run

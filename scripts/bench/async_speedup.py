@@ -174,9 +174,7 @@ async def measure_real(ways: Sequence[Way], steps: int) -> tuple[list[list[Any]]
     """Medians over the steps of each way's second half: the first steps warm everything up."""
     recipe = copy4()
     config = dataclasses.replace(
-        recipe,
-        loop=dataclasses.replace(recipe.loop, steps=steps),
-        evaluation=EvaluationConfig(every=0, prompts=32),
+        recipe, loop=dataclasses.replace(recipe.loop, steps=steps), evaluation=EvaluationConfig(every=0, prompts=32)
     )
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {}

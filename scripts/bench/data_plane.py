@@ -79,8 +79,7 @@ async def measure_bytes(engine: str, lengths: tuple[int, ...], trainer_ranks: in
     measured: dict[int, Bytes] = {}
     with tempfile.TemporaryDirectory() as scratch, counted() as counts:
         async with start(
-            run_config(engine, max(lengths), trainer_ranks),
-            log_directory=Path(scratch) / "logs",
+            run_config(engine, max(lengths), trainer_ranks), log_directory=Path(scratch) / "logs"
         ) as system:
             publication = await system.trainer.push_model_state_dict()
             await system.router.pull_model_state_dict(publication)

@@ -107,9 +107,7 @@ NUMBERS = {ROUTER: 0, GATEWAY: 1, API_SERVER: 2}
 def requests_of(contender: str, round_number: int, count: int = CLIENTS) -> list[GenerationRequest]:
     return [
         make_request(
-            f"{contender}-{round_number}-{index}",
-            new_tokens=NEW_TOKENS,
-            seed=(NUMBERS[contender], round_number, index),
+            f"{contender}-{round_number}-{index}", new_tokens=NEW_TOKENS, seed=(NUMBERS[contender], round_number, index)
         )
         for index in range(count)
     ]

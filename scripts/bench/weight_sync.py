@@ -48,10 +48,7 @@ if TYPE_CHECKING:
 
     from titan_rl.generation.vllm.engine import VllmEngine
 
-POLICIES = {
-    "100M": POLICY_100M,
-    "3M": TinyPolicyConfig(dim=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=768),
-}
+POLICIES = {"100M": POLICY_100M, "3M": TinyPolicyConfig(dim=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=768)}
 WARM_UP = 3
 """Repetitions that are not counted: both slots are made in them."""
 FLOAT32_BYTES = 4

@@ -22,13 +22,7 @@ from urllib.parse import urlsplit
 
 from titan_rl.config import CheckpointConfig, EvaluationConfig, LoggingConfig, LoopConfig, RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.environments.base import (
-    Endpoint,
-    EnvironmentReply,
-    Example,
-    Rubric,
-    Transcript,
-)
+from titan_rl.environments.base import Endpoint, EnvironmentReply, Example, Rubric, Transcript
 from titan_rl.environments.copy import Copy, positions_equal
 from titan_rl.errors import TaskError
 from titan_rl.metrics.rollout_record import RolloutRecord

@@ -56,10 +56,7 @@ def has_its_tokens(completion: Completion) -> bool:
 class MortalFleet:
     def __init__(self, scratch: Path, count: int) -> None:
         settings = GeneratorConfig(
-            count=count,
-            engine=f"{Path(faulty_engines.__file__)}:slow_engine",
-            max_model_len=64,
-            heartbeat_seconds=0.05,
+            count=count, engine=f"{Path(faulty_engines.__file__)}:slow_engine", max_model_len=64, heartbeat_seconds=0.05
         )
         self._config = RunConfig(policy=PolicyConfig(tiny=TinyPolicyConfig()), generator=settings)
         self._model = make_tiny_policy(TinyPolicyConfig(), scratch)

@@ -16,27 +16,14 @@ from titan_rl.errors import ActorGone, GeneratorFailed, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.rpc.connection import endpoint
 from titan_rl.rpc.requests import RequestServer
-from titan_rl.types import (
-    NO_VERSION,
-    Completion,
-    FinishReason,
-    GenerationRequest,
-    Piece,
-    PolicyVersion,
-    SamplingParams,
-)
+from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Manifest, Publication
 
 _serial = itertools.count()
 SECONDS = 30.0
 
 
-def request(
-    request_id: str,
-    *,
-    step: int = 0,
-    session: str | None = None,
-) -> GenerationRequest:
+def request(request_id: str, *, step: int = 0, session: str | None = None) -> GenerationRequest:
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=np.arange(3, dtype=np.int32),

@@ -79,12 +79,7 @@ class Meshes:
     def spawn(self, name: str, kind: Kind, **variables: str) -> None:
         read_at_start = {key: value for key, value in os.environ.items() if key.startswith(READ_AT_START)}
         place = MeshPlan(
-            kind=kind,
-            name=name,
-            hosts=("host0",),
-            env=(read_at_start | variables,),
-            devices=(None,),
-            positions=("",),
+            kind=kind, name=name, hosts=("host0",), env=(read_at_start | variables,), devices=(None,), positions=("",)
         )
         (self.actors[name],) = self.provisioner.spawn(place).spawn(name, Forked)
 

@@ -223,15 +223,7 @@ class Far:
         self.hosts = hosts
         config = GeneratorConfig(count=1, engine="simulated", max_model_len=64)
         (model / "config.json").write_text('{"vocab_size": 13}')
-        mesh = hosts.spawn(
-            "far",
-            "generator",
-            FarGenerator,
-            "generator",
-            config,
-            model_path=str(model),
-            device="cpu",
-        )
+        mesh = hosts.spawn("far", "generator", FarGenerator, "generator", config, model_path=str(model), device="cpu")
         self.mesh = GeneratorClient("generator", mesh, start_seconds=SECONDS)
         self.client = RouterClient(self.mesh.actor, seconds=SECONDS, name="generator")
 

@@ -192,11 +192,7 @@ class Lossy:
 
     def _spawn(self) -> Any:
         return self._provisioner.spawn(self._plan).spawn(
-            "trainer",
-            DyingTrainer,
-            CONFIG,
-            model_path=str(self.model),
-            device="cpu",
+            "trainer", DyingTrainer, CONFIG, model_path=str(self.model), device="cpu"
         )
 
     def _heard(self, fault: ActorFailed) -> None:

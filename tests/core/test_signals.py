@@ -97,11 +97,7 @@ with lasting_output():
 """
     controller, terminal = os.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdin=subprocess.PIPE,
-        stdout=terminal,
-        stderr=terminal,
-        start_new_session=True,
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=terminal, stderr=terminal, start_new_session=True
     )
     os.close(terminal)
     assert os.read(controller, 100).startswith(b"begun")

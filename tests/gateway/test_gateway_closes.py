@@ -12,16 +12,7 @@ import httpx
 import openai
 import pytest
 from starlette.types import Message, Receive, Scope, Send
-from support.gateway import (
-    ENGINE,
-    LENGTH,
-    MODEL,
-    ScriptedFleet,
-    app_over,
-    http_client,
-    policy_of,
-    session_request,
-)
+from support.gateway import ENGINE, LENGTH, MODEL, ScriptedFleet, app_over, http_client, policy_of, session_request
 from support.gateway_engines import ENDLESS
 from test_serve_command import KEY, left_of, served_checkpoint
 

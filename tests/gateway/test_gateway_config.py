@@ -21,10 +21,7 @@ def test_loopback_needs_none(host):
     assert GatewayConfig(host=host).api_key == ""
 
 
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [({"model": ""}, "--model-name"), ({"api_key": "ä"}, "--api-key")],
-)
+@pytest.mark.parametrize(("setting", "named"), [({"model": ""}, "--model-name"), ({"api_key": "ä"}, "--api-key")])
 def test_a_setting_that_cannot_be_is_refused_by_its_option(setting, named):
     with pytest.raises(ConfigError, match=named):
         GatewayConfig(**setting)

@@ -13,10 +13,7 @@ from test_runs_over_hosts import SMALL, TRAIN
 from tests.hosts.namespaces import Host, Hosts, skip_reason
 from tests.hosts.workers import workers
 
-pytestmark = [
-    pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"), pytest.mark.timeout(600)]
 
 
 class Run:

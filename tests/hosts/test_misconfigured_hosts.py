@@ -16,10 +16,7 @@ from tests.hosts.namespaces import Hosts, skip_reason
 from tests.hosts.workers import PORT, lend
 from titan_rl import train
 
-pytestmark = [
-    pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"), pytest.mark.timeout(300)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TASK = "from titan_rl.environments.copy import Copy\n\n\nclass Mine(Copy):\n    pass\n"

@@ -13,10 +13,7 @@ import pytest
 
 from tests.hosts.namespaces import Host, Hosts, skip_reason
 
-pytestmark = [
-    pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"), pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 README = REPOSITORY / "titan_rl" / "run" / "README.md"

@@ -20,10 +20,7 @@ from tests.hosts.namespaces import Hosts, skip_reason
 from tests.hosts.workers import certificates, tls_variables, workers
 from titan_rl.view.timelines import TRACE
 
-pytestmark = [
-    pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"),
-    pytest.mark.timeout(600),
-]
+pytestmark = [pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"), pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = [sys.executable, "-m", "titan_rl.train"]

@@ -17,15 +17,7 @@ from titan_rl.errors import InfrastructureFailed, TaskError
 from titan_rl.isolation import process_io
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.user_code import UserCode
-from titan_rl.isolation.wire import (
-    MOST_ITEMS,
-    VALUES,
-    BadFrame,
-    CallKind,
-    EnvironmentSetup,
-    UserCall,
-    pack_order,
-)
+from titan_rl.isolation.wire import MOST_ITEMS, VALUES, BadFrame, CallKind, EnvironmentSetup, UserCall, pack_order
 from titan_rl.types import FinishReason, Message, Purpose, ToolCall
 
 CONVERSATION = Transcript((Message("user", "0="), Message("assistant", "0")), (FinishReason.STOP,))

@@ -112,10 +112,7 @@ class ScriptedRollouts:
             msgspec.structs.replace(
                 each,
                 wanted=self.wanted.format(each.group),
-                messages=[
-                    {"role": "user", "content": f"{each.group}="},
-                    {"role": "assistant", "content": "7"},
-                ],
+                messages=[{"role": "user", "content": f"{each.group}="}, {"role": "assistant", "content": "7"}],
                 turns=[TurnRecord(finish="length" if each.truncated else "stop", tokens=2)],
             )
             for each in chosen

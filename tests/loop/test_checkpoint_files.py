@@ -11,16 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.errors import CheckpointError, StorageError
-from titan_rl.loop.checkpoint_files import (
-    CHECKPOINTS,
-    FORMAT,
-    MANIFEST,
-    check,
-    checkpoints,
-    commit,
-    new_draft,
-    prune,
-)
+from titan_rl.loop.checkpoint_files import CHECKPOINTS, FORMAT, MANIFEST, check, checkpoints, commit, new_draft, prune
 from titan_rl.run.runs import Resume
 
 FILES = {

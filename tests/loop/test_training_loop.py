@@ -9,14 +9,7 @@ import pytest
 from msgspec import structs
 from scripted_system import World, holding, plays, settle
 
-from titan_rl.errors import (
-    ActorFailed,
-    InvariantError,
-    SamplesLost,
-    TaskError,
-    TrainingError,
-    WeightsError,
-)
+from titan_rl.errors import ActorFailed, InvariantError, SamplesLost, TaskError, TrainingError, WeightsError
 from titan_rl.types import Purpose
 
 

@@ -60,9 +60,7 @@ def test_pure_packages_load_neither_asyncio_nor_an_engine():
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [["--help"], ["recipes"], ["train", "--recipe", "copy4", "--dry-run"], ["try", TOOL_SUM]],
-    ids=" ".join,
+    "arguments", [["--help"], ["recipes"], ["train", "--recipe", "copy4", "--dry-run"], ["try", TOOL_SUM]], ids=" ".join
 )
 def test_the_command_line_loads_nothing_heavy(arguments):
     assert not loaded_after(run_module("titan_rl.cli"), *arguments) & {*HEAVY}

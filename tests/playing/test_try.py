@@ -214,7 +214,7 @@ def test_the_arguments_of_a_task_reach_it(task, capsys):
 def test_every_question_of_a_program_that_edits_its_history_is_shown(task, capsys):
     assert task(":Editing", "--policy", "typed", "--prompts", "1", typed="one\ntwo\n") == 0
     assert [line for line in lines_of(capsys) if line.startswith(("user", "another", "assistant"))] == [
-        *["user first?", "assistant one", "another conversation:", "user second?", "assistant two"],
+        *["user first?", "assistant one", "another conversation:", "user second?", "assistant two"]
     ]
 
 

@@ -369,10 +369,7 @@ def rloo(group: Sequence[GradedRollout]) -> list[float]:
 
 
 CREDIT: dict[str, list[tuple[dict[str, object], Callable[[Sequence[GradedRollout]], Sequence[Credit]]]]] = {
-    "dapo": [
-        ({}, lambda g: shaped_dapo(g, 0, 64)),
-        ({"longest": 12, "cache": 6}, lambda g: shaped_dapo(g, 12, 6)),
-    ],
+    "dapo": [({}, lambda g: shaped_dapo(g, 0, 64)), ({"longest": 12, "cache": 6}, lambda g: shaped_dapo(g, 12, 6))],
     "discounted": [({}, lambda g: discounted(g, 0.95)), ({"gamma": 0.5}, lambda g: discounted(g, 0.5))],
     "distillation": [({}, lambda g: [0.0] * len(g))],
     "dr_grpo": [({}, above_mean)],

@@ -108,12 +108,7 @@ def one_token_batch() -> SampleBatch:
     return SampleBatch.of([sample(np.random.default_rng(5), 0, 4, 1)])
 
 
-BATCHES = {
-    "lopsided": lopsided_batch,
-    "mixed": mixed_batch,
-    "truncated": truncated_batch,
-    "one token": one_token_batch,
-}
+BATCHES = {"lopsided": lopsided_batch, "mixed": mixed_batch, "truncated": truncated_batch, "one token": one_token_batch}
 
 
 def trainer(data_parallel: int, tensor_parallel: int, **kwargs: Any) -> TrainerConfig:

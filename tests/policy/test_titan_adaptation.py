@@ -27,12 +27,7 @@ from torchtitan.distributed.context_parallel import apply_cp_to_forward  # noqa:
 from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 
-from titan_rl.policy.models.model import (  # noqa: E402
-    SPMD_BACKEND,
-    DocumentAttention,
-    PackedDocuments,
-    qwen3_model_config,
-)
+from titan_rl.policy.models.model import SPMD_BACKEND, DocumentAttention, PackedDocuments, qwen3_model_config  # noqa: E402
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 

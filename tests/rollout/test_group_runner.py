@@ -14,13 +14,7 @@ from titan_rl.loop.recording import choose_evaluated
 from titan_rl.rollout.report import report_of
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.seeding import prompt_digest, request_seed
-from titan_rl.types import (
-    NO_VERSION,
-    Message,
-    PolicyVersion,
-    Purpose,
-    SamplingParams,
-)
+from titan_rl.types import NO_VERSION, Message, PolicyVersion, Purpose, SamplingParams
 from titan_rl.view.conversation import transcript
 
 

@@ -15,12 +15,7 @@ from support.sessions import ADD, UNEXTENDABLE, Program, Renderer, prompt_of, us
 from titan_rl.errors import RequestError, RolloutOver, TaskError
 from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.trajectory import Trajectory
-from titan_rl.types import (
-    GenerationRequest,
-    Message,
-    SamplingParams,
-    ToolSpec,
-)
+from titan_rl.types import GenerationRequest, Message, SamplingParams, ToolSpec
 
 
 def meaning(message: Message):

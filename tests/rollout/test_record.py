@@ -31,15 +31,7 @@ from titan_rl.rollout.report import (
 )
 from titan_rl.rollout.samples import training_samples
 from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
-from titan_rl.types import (
-    GroupRequest,
-    Message,
-    PolicyVersion,
-    Purpose,
-    SamplingParams,
-    StopReason,
-    ToolCall,
-)
+from titan_rl.types import GroupRequest, Message, PolicyVersion, Purpose, SamplingParams, StopReason, ToolCall
 from titan_rl.view.conversation import draw_rollout, transcript
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -23,12 +23,7 @@ from titan_rl.errors import RequestError, RolloutOver
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import with_numbers
 from titan_rl.seeding import prompt_digest, request_seed
-from titan_rl.types import (
-    FinishReason,
-    Message,
-    Purpose,
-    SamplingParams,
-)
+from titan_rl.types import FinishReason, Message, Purpose, SamplingParams
 
 
 def test_an_answer_that_goes_on_is_the_tokens_before_it_and_not_rendered_again(renderer):

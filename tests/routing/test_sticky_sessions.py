@@ -107,8 +107,5 @@ def test_a_session_that_has_ended_is_forgotten() -> None:
 
 
 def test_the_config_names_the_bounds() -> None:
-    config = RouterConfig(
-        strategy="sticky_session",
-        strategy_kwargs={"max_sessions": 7, "sync_wait_seconds": 0.5},
-    )
+    config = RouterConfig(strategy="sticky_session", strategy_kwargs={"max_sessions": 7, "sync_wait_seconds": 0.5})
     assert isinstance(build_strategy(config), StickySession)

@@ -34,12 +34,7 @@ def test_a_good_host_has_no_problem():
     assert {"packages", "devices", "remains"} <= {about for about, _ in examine(HOST)}
 
 
-@pytest.mark.parametrize(
-    ("change", "about", "words"),
-    [
-        ({"memory": 1 << 30}, "memory", "end other programs"),
-    ],
-)
+@pytest.mark.parametrize(("change", "about", "words"), [({"memory": 1 << 30}, "memory", "end other programs")])
 def test_each_thing_that_is_short_is_told_with_its_remedy(change, about, words):
     (sentence,) = problems(replace(HOST, **change), about)
     assert words in sentence

@@ -15,15 +15,7 @@ from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.types import (
-    Completion,
-    FinishReason,
-    GroupRequest,
-    Message,
-    PolicyVersion,
-    Purpose,
-    SamplingParams,
-)
+from titan_rl.types import Completion, FinishReason, GroupRequest, Message, PolicyVersion, Purpose, SamplingParams
 
 TASKS = Path(__file__).parent / "tasks"
 UNRULY = str(TASKS / "unruly.py")
@@ -85,15 +77,7 @@ def limits(seconds: float) -> dict[str, float]:
 
 @asynccontextmanager
 async def runner(
-    model_path,
-    name="copy",
-    *,
-    kwargs=None,
-    step_seconds=20.0,
-    max_model_len=64,
-    held_out=0,
-    sessions=None,
-    **rollout,
+    model_path, name="copy", *, kwargs=None, step_seconds=20.0, max_model_len=64, held_out=0, sessions=None, **rollout
 ):
     """A started `GroupRunner`; `name` may be `file.py:Class`."""
     environment = EnvironmentConfig(name=name, kwargs=kwargs or {}, **limits(step_seconds))

@@ -13,13 +13,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from leftovers import (
-    assert_nothing_is_left,
-    finish,
-    listening_addresses_of,
-    start_run,
-    wait_for_line,
-)
+from leftovers import assert_nothing_is_left, finish, listening_addresses_of, start_run, wait_for_line
 
 from tests.support.chromium import opened
 from tests.support.metrics import assert_metrics_are_known
@@ -85,9 +79,7 @@ class Played(Copy):
 """
 
 
-async def test_programs_play_in_a_run_whose_weights_they_sample_also_after_its_gateway_died(
-    tmp_path: Path,
-) -> None:
+async def test_programs_play_in_a_run_whose_weights_they_sample_also_after_its_gateway_died(tmp_path: Path) -> None:
     recipe = copy4()
     task = tmp_path / "played.py"
     task.write_text(PLAYED)

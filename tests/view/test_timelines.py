@@ -15,15 +15,7 @@ from synthetic import make_run
 
 from titan_rl.loop.records import idle_shares, memory_of
 from titan_rl.metrics.timeline import MAIN, Memory, MemoryGauge, Pulse, Uptime
-from titan_rl.view.timelines import (
-    Account,
-    Process,
-    RecordedSpan,
-    accounts,
-    idle_accounts,
-    read_processes,
-    write_trace,
-)
+from titan_rl.view.timelines import Account, Process, RecordedSpan, accounts, idle_accounts, read_processes, write_trace
 
 LABELS = ["", "", "rollouts", "slots", "generators", "rank 0", "environment"]
 

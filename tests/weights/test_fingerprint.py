@@ -104,10 +104,7 @@ def test_the_boxes_of_any_cover_sum_to_the_whole(
 
 @ANY_TIME
 @given(
-    shape=st.lists(st.integers(1, 9), max_size=4).map(tuple),
-    dtype=DTYPES,
-    seed=st.integers(0, 2**32),
-    data=st.data(),
+    shape=st.lists(st.integers(1, 9), max_size=4).map(tuple), dtype=DTYPES, seed=st.integers(0, 2**32), data=st.data()
 )
 def test_one_flipped_bit_is_seen(shape: tuple[int, ...], dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
     tensor = random_bits(shape, dtype, seed)

@@ -35,22 +35,14 @@ def whole_shards(tensors: dict[str, Tensor]) -> list[TensorShard]:
 
 
 def publisher_in(
-    directory: Path,
-    *,
-    channel: str = "policy",
-    rank: int = 0,
-    group: ProcessGroup | None = None,
-    max_live: int = 2,
+    directory: Path, *, channel: str = "policy", rank: int = 0, group: ProcessGroup | None = None, max_live: int = 2
 ) -> SharedMemoryPublisher:
     return SharedMemoryPublisher(channel=channel, rank=rank, group=group, max_live=max_live, directory=directory)
 
 
 def publish(publisher: SharedMemoryPublisher, step: int, tensors: dict[str, Tensor]) -> Publication:
     return publisher.publish(
-        PolicyVersion(0, step),
-        whole_shards(tensors),
-        dtype=torch.float32,
-        aliases=TIED if EMBEDDING in tensors else (),
+        PolicyVersion(0, step), whole_shards(tensors), dtype=torch.float32, aliases=TIED if EMBEDDING in tensors else ()
     )
 
 

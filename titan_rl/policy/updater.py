@@ -74,14 +74,7 @@ class PolicyUpdater:
     """
 
     def __init__(
-        self,
-        config: TrainerConfig,
-        *,
-        model_path: Path,
-        temperature: float,
-        total_steps: int,
-        device: str,
-        seed: int,
+        self, config: TrainerConfig, *, model_path: Path, temperature: float, total_steps: int, device: str, seed: int
     ) -> None:
         """Load the policy and shard it. Needs the environment of `join_world`.
 

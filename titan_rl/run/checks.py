@@ -290,12 +290,7 @@ def check_environment(config: RunConfig) -> None:
 
 
 def _check_arguments(
-    setting: str,
-    function: Callable[..., Any],
-    kwargs: Mapping[str, Any],
-    *,
-    given: int = 0,
-    called: str = "",
+    setting: str, function: Callable[..., Any], kwargs: Mapping[str, Any], *, given: int = 0, called: str = ""
 ) -> None:
     """Whether a call would take these arguments, besides so many that come first. Of their types, only plain and
     bounded ones are looked at. Raises ConfigError, which names the argument as part of `setting`."""

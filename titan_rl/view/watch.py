@@ -66,9 +66,5 @@ def _looks(path: Path, *, once: bool) -> Iterator[list[RolloutRecord]]:
 
 
 VERB = Verb(
-    act=_act,
-    about=__doc__,
-    options={"--once": "show what is there, and end"},
-    takes_words=True,
-    takes_settings=False,
+    act=_act, about=__doc__, options={"--once": "show what is there, and end"}, takes_words=True, takes_settings=False
 )

@@ -14,14 +14,7 @@ import numpy as np
 
 from titan_rl.bounds import Count, CountOrZero, NotNegative, Share
 from titan_rl.policy.algorithms import grpo
-from titan_rl.policy.algorithms.base import (
-    Credit,
-    Gains,
-    GradedRollout,
-    TrainedTokens,
-    rewards_of,
-    standardized,
-)
+from titan_rl.policy.algorithms.base import Credit, Gains, GradedRollout, TrainedTokens, rewards_of, standardized
 
 
 def advantages(

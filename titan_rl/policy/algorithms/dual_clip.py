@@ -16,11 +16,7 @@ from titan_rl.policy.algorithms.base import Gains, TrainedTokens, clipped
 
 
 def loss(
-    tokens: TrainedTokens,
-    *,
-    clip_low: Share = 0.2,
-    clip_high: NotNegative = 0.2,
-    c: Annotated[float, Meta(gt=1)] = 3.0,
+    tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, c: Annotated[float, Meta(gt=1)] = 3.0
 ) -> Gains:
     gains, bites = clipped(tokens.ratio, tokens.advantages, clip_low, clip_high)
     least = c * tokens.advantages
