@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from titan_rl.chat.renderer import AnswerForm
-from titan_rl.gateway.calls import ApiError
+from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
 from titan_rl.types import Message, ToolSpec
 
 MOST_FIELDS = 64
@@ -27,6 +27,8 @@ MOST_STOPS = 16
 MOST_TOOLS = 128
 MOST_MESSAGES = 4096
 """Also parts of one message."""
+DRAWING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty")
+"""Options that change how tokens are drawn, besides `min_tokens` and `seed`."""
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True)]
@@ -76,9 +78,14 @@ def text_of(content: Any) -> str:
     return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
 
 
-def given(body: BaseModel, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the fields that the client set."""
-    return {name: value for name in names if (value := getattr(body, name)) is not None}
+def drawing(body: BaseModel) -> dict[str, Any]:
+    """Those of `DRAWING` that the client set."""
+    return {name: value for name in DRAWING if (value := getattr(body, name, None)) is not None}
+
+
+def chat_call(call_id: str, chat: Chat, answer: AnswerForm | None, body: BaseModel, **more: Any) -> CompletionCall:
+    """`body` says how tokens are drawn. `more`: fields of `CompletionCall`."""
+    return CompletionCall(id=call_id, prompts=[chat], drawing=drawing(body), answer=answer, **more)
 
 
 def joined(parts: Iterable[Message]) -> list[Message]:
@@ -93,15 +100,6 @@ def joined(parts: Iterable[Message]) -> list[Message]:
         text, reasoning = "".join(part.content for part in same), "".join(part.reasoning for part in same)
         messages.append(Message(role, text, calls, reasoning=reasoning))
     return messages
-
-
-def with_call_ids(message: Message, call_id: str, index: int = 0) -> Message:
-    """Every tool call has an id to which its answer can refer."""
-    named = (
-        call._replace(id=call.id or f"call-{call_id}-{index}-{number}")
-        for number, call in enumerate(message.tool_calls)
-    )
-    return message._replace(tool_calls=tuple(named))
 
 
 def answer_form(
