@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from titan_rl import types
+from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
 from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Hint, Many, ReturnedPart, Strict, text_of
@@ -141,17 +142,12 @@ class MessagesRequest(CountTokensRequest):
 
     def call(self, call_id: str) -> CompletionCall:
         chat, choice, wanted = self.chat(), self.tool_choice, self.output_config.format
-        form = bodies.answer_form(
-            chat.tools,
-            "tool_choice",
-            [choice.name] if choice.type == "tool" else None,
-            must_call=choice.type in ("any", "tool"),
-            schema=wanted.schema_ if wanted else None,
-            strict=any(tool.strict for tool in self.tools or ()),
-            parallel=not choice.disable_parallel_tool_use,
-        )
+        must_call, parallel = choice.type in ("any", "tool"), not choice.disable_parallel_tool_use
+        form = AnswerForm(wanted.schema_ if wanted else None, chat.tools, parallel=parallel, must_call=must_call)
+        names, strict = [choice.name] if choice.type == "tool" else None, any(tool.strict for tool in self.tools or ())
+        answer = bodies.answer_form(form, "tool_choice", names, strict=strict)
         stops = self.stop_sequences or ()
-        return bodies.chat_call(call_id, chat, form, self, max_new_tokens=self.max_tokens, stop=stops)
+        return bodies.chat_call(call_id, chat, answer, self, max_new_tokens=self.max_tokens, stop=stops)
 
 
 def routes(sampler: Sampler) -> APIRouter:

@@ -85,15 +85,13 @@ class CompletionCall:
     usage: Counter[str] = field(default_factory=Counter)
     """Tokens of every prompt once, and of every choice that was answered so far."""
 
-    def sampling(
-        self, prompt_tokens: int, stops: tuple[int, ...], constraint: str, policy: ServedPolicy
-    ) -> SamplingParams:
-        """How the client wants a prompt of so many tokens to be completed. `stops`: from `stop_tokens`. `constraint`:
-        of `answer`."""
-        room = max(policy.max_model_len - prompt_tokens, 1)
-        return SamplingParams(
-            max_new_tokens=self.max_new_tokens or room, stop_token_ids=stops, constraint=constraint, **self.drawing
-        )
+    def sampling(self, lengths: Sequence[int], policy: ServedPolicy) -> list[SamplingParams]:
+        """How the client wants prompts of so many tokens to be completed. Raises TaskError: no answer can be held to
+        the form."""
+        constraint = policy.renderer.constraint(self.answer) if self.answer is not None else ""
+        ends = {"stop_token_ids": self.stop_tokens(policy.renderer), "constraint": constraint, **self.drawing}
+        rooms = [max(policy.max_model_len - length, 1) for length in lengths]
+        return [SamplingParams(max_new_tokens=self.max_new_tokens or room, **ends) for room in rooms]
 
     def stop_tokens(self, renderer: Renderer) -> tuple[int, ...]:
         """Tokens at which the engine itself ends a completion: also of each stop text that is one token. Other stop

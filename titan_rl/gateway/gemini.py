@@ -18,6 +18,7 @@ from pydantic.alias_generators import to_camel
 from starlette.responses import Response
 
 from titan_rl import types
+from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
 from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Hint, Many, Strict
@@ -190,13 +191,11 @@ class GenerateContentRequest(Camel):
         chat, calling, config = self.chat(), self.tool_config.function_calling_config, self.generation_config
         any_object = {"type": "object"} if config.response_mime_type == "application/json" else None
         schema, names = config.response_schema or config.response_json_schema, calling.allowed_function_names
-        must_call, strict = calling.mode == "ANY", calling.mode == "VALIDATED"
-        form = bodies.answer_form(
-            chat.tools, "toolConfig", names or None, must_call=must_call, schema=schema or any_object, strict=strict
-        )
+        form = AnswerForm(schema or any_object, chat.tools, parallel=True, must_call=calling.mode == "ANY")
+        answer = bodies.answer_form(form, "toolConfig", names or None, strict=calling.mode == "VALIDATED")
         most, stops, choices = config.max_output_tokens, config.stop_sequences, config.candidate_count
         return bodies.chat_call(
-            call_id, chat, form, config, max_new_tokens=most, stop=stops, choices=choices, seed=config.seed
+            call_id, chat, answer, config, max_new_tokens=most, stop=stops, choices=choices, seed=config.seed
         )
 
 

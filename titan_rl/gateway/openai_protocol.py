@@ -8,7 +8,7 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
@@ -63,9 +63,9 @@ class Sampling(Request):
     ignore_eos: bool | None = None
     seed: bodies.Seed | None = None
     """The same seed and request give the same tokens; without one every call draws others."""
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda count: count or -1)] | None = None
     """-1 and 0: off."""
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, alias="min_tokens")
     presence_penalty: bodies.Penalty | None = None
     frequency_penalty: bodies.Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -76,11 +76,6 @@ class Sampling(Request):
     def _call(
         self, call_id: str, prompts: list[Chat | str | list[int]], max_new_tokens: int | None, *, logprobs: bool
     ) -> CompletionCall:
-        drawing = bodies.drawing(self)
-        if self.top_k == 0:
-            drawing["top_k"] = -1
-        if self.min_tokens is not None:
-            drawing["min_new_tokens"] = self.min_tokens
         return CompletionCall(
             id=call_id,
             prompts=prompts,
@@ -92,7 +87,7 @@ class Sampling(Request):
             seed=self.seed,
             logprobs=logprobs,
             role=sendable(self.user or ""),
-            drawing=drawing,
+            drawing=bodies.drawing(self),
         )
 
 
@@ -172,10 +167,8 @@ class ChatOptions(Strict):
                 schema = wanted.schema_ or {}
             case PlainFormat(type="json_object"):
                 schema = {"type": "object"}
-        strict, parallel = any(tool.strict for tool in self.tools or ()), self.parallel_tool_calls is not False
-        return bodies.answer_form(
-            self.specs(), "tool_choice", names, must_call=must_call, schema=schema, strict=strict, parallel=parallel
-        )
+        form = AnswerForm(schema, self.specs(), parallel=self.parallel_tool_calls is not False, must_call=must_call)
+        return bodies.answer_form(form, "tool_choice", names, strict=any(tool.strict for tool in self.tools or ()))
 
 
 class ToolCall(Unwrapped, ReturnedPart):

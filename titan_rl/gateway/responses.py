@@ -200,8 +200,8 @@ class ResponseAnswer(Answer):
         self._head |= {"status": "in_progress", **told, **nothing}
         self._events = 0
         self._output: list[Json] = []
-        """Items that are done."""
-        self._open, self._text = "", ""  # kind and text of an item that grows
+        """The items that were begun, each as its last event has it."""
+        self._open, self._text = "", ""  # kind and text of the last one, while it grows
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         *_, last = self.events(deltas[0])
@@ -226,7 +226,7 @@ class ResponseAnswer(Answer):
             yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
             yield self._event("function_call_arguments.delta", **place, delta=arguments)
             yield self._event("function_call_arguments.done", **place, name=call.name, arguments=arguments)
-            yield self._done({**item, "arguments": arguments, "status": "completed"})
+            yield self._item_event("done", {**item, "arguments": arguments, "status": "completed"})
         prompt, sampled = self.call.usage["prompt_tokens"], self.call.usage["completion_tokens"]
         usage = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": sampled}
         usage |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + sampled}
@@ -246,15 +246,13 @@ class ResponseAnswer(Answer):
         return {"type": f"response.{kind}", "sequence_number": self._events - 1, **fields}
 
     def _item_event(self, kind: str, item: Json) -> Json:
-        return self._event(f"output_item.{kind}", output_index=len(self._output), item=item)
-
-    def _done(self, item: Json) -> Json:
-        event = self._item_event("done", item)
-        self._output.append(item)
-        return event
+        if kind == "added":
+            self._output.append(item)
+        self._output[-1] = item
+        return self._event(f"output_item.{kind}", output_index=len(self._output) - 1, item=item)
 
     def _part_event(self, kind: str, **fields: Any) -> Json:
-        place = {"item_id": self._id(PARTS[self._open][0]), "output_index": len(self._output), "content_index": 0}
+        place = {"item_id": self._id(PARTS[self._open][0]), "output_index": len(self._output) - 1, "content_index": 0}
         return self._event(kind, **place, **fields)
 
     def _write(self, kind: str, text: str) -> Iterator[Json]:
@@ -273,7 +271,7 @@ class ResponseAnswer(Answer):
             more: Json = {"logprobs": []} if kind == "message" else {}
             yield self._part_event(f"{PARTS[kind][1]}.done", text=self._text, **more)
             yield self._part_event("content_part.done", part=_part(kind, self._text))
-            yield self._done(_item(kind, self._id(PARTS[kind][0]), self._text, status))
+            yield self._item_event("done", _item(kind, self._id(PARTS[kind][0]), self._text, status))
             self._open = self._text = ""
 
     def _id(self, prefix: str) -> str:
