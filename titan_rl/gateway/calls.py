@@ -245,6 +245,9 @@ def _place(problem: Mapping[str, Any], body: Any) -> str:
     found = []
     for part in problem["loc"][1:]:
         try:
+            if isinstance(body, dict) and part not in body and part in body[body["type"]]:  # see `Unwrapped`
+                found.append(body["type"])
+                body = body[body["type"]]
             body = body[part]
         except (LookupError, TypeError):  # a type, or the field that is missing
             if problem["type"] != "missing" or part != problem["loc"][-1]:
