@@ -81,6 +81,14 @@ async def test_what_would_change_the_answer_is_refused_by_name(renderer, change)
     assert prompts == []
 
 
+async def test_a_wrong_field_of_a_function_is_named_where_the_client_wrote_it(renderer):
+    wrong = {"type": "function", "function": {"name": "add", "parameters": 3}}
+    answer, _ = await post(
+        renderer, {"model": "policy", "messages": [{"role": "user", "content": "1"}], "tools": [wrong]}
+    )
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools.0.function.parameters")
+
+
 async def test_a_message_given_back_may_have_fields_that_only_its_client_knows(renderer):
     call = {"id": "1", "index": 0, "type": "function", "function": {"name": "add", "arguments": '{"terms": "1"}'}}
     said = {"role": "assistant", "content": None, "tool_calls": [call], "annotations": [{}], "images": []}

@@ -52,8 +52,13 @@ class ChatRenderer:
         self.longest_token = max(map(len, tokenizer.get_vocab()))  # of byte-level ones in bytes, never less
         self.stop_token_ids = tuple(self._renderer.get_stop_token_ids())
 
-    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
-        return self._render(messages, tools, add_generation_prompt=True)
+    def render(self, messages: Messages, tools: Tools = (), *, add_generation_prompt: bool = True) -> list[int]:
+        with _writing():
+            return list(
+                self._renderer.render_ids(
+                    as_dicts(messages), tools=_declared(tools) or None, add_generation_prompt=add_generation_prompt
+                )
+            )
 
     def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
         before = [*prompt, *completion]
@@ -83,7 +88,7 @@ class ChatRenderer:
             return [*self.encode(message.content), self.stop_token_ids[0]]
         asked = Message("user", "")  # any question: the turn is what follows its tokens
         before = self.render([asked])
-        after = self._render([asked, message], (), add_generation_prompt=False)
+        after = self.render([asked, message], add_generation_prompt=False)
         said = after[len(before) :]
         end = next((place for place, token_id in enumerate(said) if token_id in self.stop_token_ids), -1)
         said = said[: end + 1]
@@ -136,14 +141,6 @@ class ChatRenderer:
             return {"type": "tags_with_separator", "separator": "\n", **calls}
         excluded = [*self._ids(THINK_TOKENS), *self.stop_token_ids]
         return {"type": "token_triggered_tags", "trigger_tokens": marks[:1], "exclude_tokens": excluded, **calls}
-
-    def _render(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> list[int]:
-        with _writing():
-            return list(
-                self._renderer.render_ids(
-                    as_dicts(messages), tools=_declared(tools) or None, add_generation_prompt=add_generation_prompt
-                )
-            )
 
     def encode(self, text: str) -> list[int]:
         if not text.isascii():

@@ -21,6 +21,7 @@ from titan_rl.errors import TitanError
 from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import ApiError, CompletionCall, Delta, api_error
 from titan_rl.gateway.sampling import Sampler
+from titan_rl.types import ToolCall
 
 Json = dict[str, Any]
 
@@ -39,6 +40,14 @@ class Answer(ABC):
     def events(self, delta: Delta) -> Iterable[Json]:
         """What a delta tells a client that streams."""
 
+    def calls(self, delta: Delta) -> list[ToolCall]:
+        """The tool calls of a choice's last delta, each with an id to which its answer can refer."""
+        called = delta.choice.message.tool_calls if delta.choice is not None else ()
+        return [
+            call._replace(id=call.id or f"call-{self.call.id}-{delta.index}-{number}")
+            for number, call in enumerate(called)
+        ]
+
     def last_events(self) -> Iterable[Json]:
         """What follows the last delta."""
         return ()
@@ -48,7 +57,7 @@ class Answer(ABC):
         """What ends a stream that failed."""
 
 
-async def respond(sampler: Sampler, answer: Answer, request: Request, *, model: str, stream: bool) -> Response:
+async def respond(sampler: Sampler, answer: Answer, request: Request, model: str, *, stream: bool | None) -> Response:
     sampler.policy.check_name(model)
     caller = request.scope[CALLER]
     if stream:

@@ -13,6 +13,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from titan_rl import types
+from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
 from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Hint, Many, ReturnedPart, Strict, text_of
@@ -141,23 +142,12 @@ class MessagesRequest(CountTokensRequest):
 
     def call(self, call_id: str) -> CompletionCall:
         chat, choice, wanted = self.chat(), self.tool_choice, self.output_config.format
-        form = bodies.answer_form(
-            chat.tools,
-            "tool_choice",
-            [choice.name] if choice.type == "tool" else None,
-            must_call=choice.type in ("any", "tool"),
-            schema=wanted.schema_ if wanted else None,
-            strict=any(tool.strict for tool in self.tools or ()),
-            parallel=not choice.disable_parallel_tool_use,
-        )
-        return CompletionCall(
-            id=call_id,
-            prompts=[chat],
-            max_new_tokens=self.max_tokens,
-            stop=self.stop_sequences or (),
-            drawing=bodies.given(self, ("temperature", "top_p", "top_k")),
-            answer=form,
-        )
+        must_call, parallel = choice.type in ("any", "tool"), not choice.disable_parallel_tool_use
+        form = AnswerForm(wanted.schema_ if wanted else None, chat.tools, parallel=parallel, must_call=must_call)
+        names, strict = [choice.name] if choice.type == "tool" else None, any(tool.strict for tool in self.tools or ())
+        answer = bodies.answer_form(form, "tool_choice", names, strict=strict)
+        stops = self.stop_sequences or ()
+        return bodies.chat_call(call_id, chat, answer, self, max_new_tokens=self.max_tokens, stop=stops)
 
 
 def routes(sampler: Sampler) -> APIRouter:
@@ -166,8 +156,7 @@ def routes(sampler: Sampler) -> APIRouter:
     @router.post("")
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
-        answer = MessageAnswer(body, sampler.policy.name)
-        return await respond(sampler, answer, request, model=body.model, stream=bool(body.stream))
+        return await respond(sampler, MessageAnswer(body, sampler.policy.name), request, body.model, stream=body.stream)
 
     @router.post("/count_tokens")
     async def count_message_tokens(body: CountTokensRequest, request: Request) -> Response:
@@ -187,22 +176,20 @@ def error_object(error: ApiError) -> Json:
 
 
 class MessageAnswer(Answer):
+    error_event = staticmethod(error_object)
+
     def __init__(self, body: MessagesRequest, model: str) -> None:
         self.call = body.call(f"msg_{uuid.uuid4().hex}")
         self._thinks = (body.thinking or {}).get("type", "disabled") != "disabled"
         self._head = {"id": self.call.id, "type": "message", "role": "assistant", "model": model}
-        self._index = -1  # of the block that was begun last
-        self._open = ""  # its type, while its text grows
+        self._content: list[Json] = []
+        """The blocks that were begun; while the last one grows, without what it ends with."""
+        self._open = ""  # the last one's type, while it grows
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         (delta,) = deltas
-        content: list[Json] = []
-        if self._thinks and delta.reasoning:
-            content.append({"type": "thinking", "thinking": delta.reasoning, "signature": self.call.id})
-        if delta.text or delta.is_empty:
-            content.append({"type": "text", "text": delta.text})
-        content += self._calls(delta)
-        return {**self._head, "content": content, **self._reason(delta), "usage": self._usage(delta)}
+        *_, last, _ = self.events(delta)
+        return {**self._head, "content": self._content, **last["delta"], "usage": last["usage"]}
 
     def events(self, delta: Delta) -> Iterator[Json]:
         if delta.first:
@@ -215,20 +202,13 @@ class MessageAnswer(Answer):
         if delta.choice is None:
             return
         yield from self._close()
-        for call in self._calls(delta):
-            yield self._begin({**call, "input": {}})
-            yield self._event("delta", delta={"type": "input_json_delta", "partial_json": json.dumps(call["input"])})
+        for call in self.calls(delta):
+            yield self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+            yield self._event("delta", delta={"type": "input_json_delta", "partial_json": json.dumps(call.arguments)})
             yield self._event("stop")
+            self._content[-1]["input"] = call.arguments
         yield {"type": "message_delta", "delta": self._reason(delta), "usage": self._usage(delta)}
         yield {"type": "message_stop"}
-
-    def error_event(self, error: ApiError) -> Json:
-        return error_object(error)
-
-    def _calls(self, last: Delta) -> list[Json]:
-        assert last.choice is not None
-        calls = bodies.with_call_ids(last.choice.message, self.call.id).tool_calls
-        return [{"type": "tool_use", "id": call.id, "name": call.name, "input": call.arguments} for call in calls]
 
     def _reason(self, last: Delta) -> Json:
         choice = last.choice
@@ -241,10 +221,10 @@ class MessageAnswer(Answer):
         return {"input_tokens": len(delta.prompt), "output_tokens": self.call.usage["completion_tokens"]}
 
     def _event(self, kind: str, **fields: Any) -> Json:
-        return {"type": f"content_block_{kind}", "index": self._index, **fields}
+        return {"type": f"content_block_{kind}", "index": len(self._content) - 1, **fields}
 
     def _begin(self, block: Json) -> Json:
-        self._index += 1
+        self._content.append({**block})
         return self._event("start", content_block=block)
 
     def _write(self, kind: str, text: str) -> Iterator[Json]:
@@ -252,11 +232,13 @@ class MessageAnswer(Answer):
             yield from self._close()
             self._open = kind
             yield self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
+        self._content[-1][kind] += text
         yield self._event("delta", delta={"type": f"{kind}_delta", kind: text})
 
     def _close(self) -> Iterator[Json]:
         """End the block whose text grows, if there is one."""
         if self._open == "thinking":
+            self._content[-1]["signature"] = self.call.id
             yield self._event("delta", delta={"type": "signature_delta", "signature": self.call.id})
         if self._open:
             yield self._event("stop")

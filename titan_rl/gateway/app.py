@@ -304,8 +304,7 @@ class CallMiddleware:
 
     async def _body(self, receive: Receive) -> bytes:
         most = self.max_body_bytes
-        parts: list[bytes] = []
-        length, more = 0, True
+        body, length, more = bytearray(), 0, True
         while more and length <= most + MOST_DISCARDED:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -313,13 +312,13 @@ class CallMiddleware:
             part, more = message.get("body", b""), message.get("more_body", False)
             length += len(part)
             if length <= most:
-                parts.append(part)
+                body += part
             else:
-                parts.clear()
+                body.clear()
         if length > most:
             problem = f"the request body is longer than {most} bytes"
             raise ApiError(413, problem, headers={"Connection": "close"})
-        return b"".join(parts)
+        return bytes(body)
 
 
 async def _hung_up(receive: Receive) -> ClientGone:

@@ -17,8 +17,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from titan_rl.chat.renderer import AnswerForm
-from titan_rl.gateway.calls import ApiError
-from titan_rl.types import Message, ToolSpec
+from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
+from titan_rl.types import Message
 
 MOST_FIELDS = 64
 """Of one object: each that is unknown has a sentence in the refusal."""
@@ -27,6 +27,9 @@ MOST_STOPS = 16
 MOST_TOOLS = 128
 MOST_MESSAGES = 4096
 """Also parts of one message."""
+DRAWING = ["temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"]
+DRAWING += ["min_new_tokens"]
+"""Fields that change how tokens are drawn, besides `seed`."""
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True)]
@@ -76,9 +79,14 @@ def text_of(content: Any) -> str:
     return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
 
 
-def given(body: BaseModel, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the fields that the client set."""
-    return {name: value for name in names if (value := getattr(body, name)) is not None}
+def drawing(body: BaseModel) -> dict[str, Any]:
+    """Those of `DRAWING` that the client set."""
+    return {name: value for name in DRAWING if (value := getattr(body, name, None)) is not None}
+
+
+def chat_call(call_id: str, chat: Chat, answer: AnswerForm | None, body: BaseModel, **more: Any) -> CompletionCall:
+    """`body` says how tokens are drawn. `more`: fields of `CompletionCall`."""
+    return CompletionCall(id=call_id, prompts=[chat], drawing=drawing(body), answer=answer, **more)
 
 
 def joined(parts: Iterable[Message]) -> list[Message]:
@@ -95,35 +103,21 @@ def joined(parts: Iterable[Message]) -> list[Message]:
     return messages
 
 
-def with_call_ids(message: Message, call_id: str, index: int = 0) -> Message:
-    """Every tool call has an id to which its answer can refer."""
-    named = (
-        call._replace(id=call.id or f"call-{call_id}-{index}-{number}")
-        for number, call in enumerate(message.tool_calls)
-    )
-    return message._replace(tool_calls=tuple(named))
-
-
 def answer_form(
-    tools: Sequence[ToolSpec],
-    field: str,
-    names: Sequence[str] | None,
-    *,
-    must_call: bool,
-    schema: dict[str, Any] | None,
-    strict: bool,
-    parallel: bool = True,
+    form: AnswerForm, field: str, names: Sequence[str] | None, *, strict: bool = False
 ) -> AnswerForm | None:
-    """What an answer must be, by the `field` of a body that chooses among its tools; None: anything. Raises ApiError.
+    """The form that an answer must have, of those of its tools that may be called; None: any. Raises ApiError.
 
-    `names`: tools that may be called; None: all. `strict`: calls that are not forced follow their schemas too.
+    `field`: of the body, where it chooses among its tools. `names`: of those that may be called; None: all. `strict`:
+    calls that are not forced follow their schemas too.
     """
-    names = [tool.name for tool in tools] if names is None else names
-    missing = [name for name in names if all(tool.name != name for tool in tools)]
-    if missing or (must_call and not names):
+    every = [tool.name for tool in form.tools]
+    names = every if names is None else names
+    missing = [name for name in names if name not in every]
+    if missing or (form.must_call and not names):
         problem = f"there is no tool {missing[0]!r}" if missing else "it needs tools"
         raise ApiError(400, f"{field}: {problem}", param=field, code="invalid_request")
-    if schema is None and not (tools and (strict or not parallel or must_call or len({*names}) < len(tools))):
+    limited = strict or not form.parallel or form.must_call or len({*names}) < len(every)
+    if form.schema is None and not (every and limited):
         return None
-    callable_ = [tool for tool in tools if tool.name in names]
-    return AnswerForm(schema, callable_, parallel=parallel, must_call=must_call)
+    return form._replace(tools=[tool for tool in form.tools if tool.name in names])

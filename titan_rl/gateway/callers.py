@@ -25,10 +25,13 @@ from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, Serve
 from titan_rl.generation.engine import validate_request
 from titan_rl.rollout.trajectory import Prompt, RolloutRequest, Trajectory
 from titan_rl.seeding import derive_seed
-from titan_rl.types import Endpoint, GenerationRequest
+from titan_rl.types import Endpoint, GenerationRequest, SamplingParams
 
 CALLER = "titan_rl.caller"
 """Where a call's ASGI scope has its `Caller`."""
+
+Asked = tuple[Prompt, SamplingParams]
+"""How its client wants the prompt to be completed."""
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -59,20 +62,24 @@ class Caller:
             token_ids = self._tokens(content)
         return Prompt(token_ids=np.asarray(token_ids, dtype=np.int32))
 
-    def requests(
-        self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...], constraint: str
-    ) -> list[GenerationRequest]:
+    def asked(self, call: CompletionCall) -> list[Asked]:
+        """Runs in the render thread. Raises TaskError: the renderer cannot write a prompt, or the form."""
+        prompts = [*map(self.prompt, call.prompts)]
+        lengths = [len(each.token_ids) for each in prompts]
+        return [*zip(prompts, call.sampling(lengths, self._policy), strict=True)]
+
+    def requests(self, call: CompletionCall, asked: Sequence[Asked]) -> list[GenerationRequest]:
         """One request per choice: the choices of the first prompt, then those of the second, … Raises RequestError: no
         engine can serve it, or it exceeds the caller's limits."""
         policy = self._policy
         requests: list[GenerationRequest] = []
         seed = secrets.randbits(62) if call.seed is None else call.seed
-        for number, prompt in enumerate(prompts):
+        for number, (prompt, sampling) in enumerate(asked):
             for choice in range(call.choices):
                 request = GenerationRequest(
                     request_id=f"{call.id}-{len(requests)}",
                     prompt_token_ids=prompt.token_ids,
-                    sampling=call.sampling(len(prompt.token_ids), stops, constraint, policy),
+                    sampling=sampling,
                     seed=derive_seed("gateway", seed, number, choice),
                 )
                 validate_request(request, max_model_len=policy.max_model_len, vocab_size=policy.renderer.vocab_size)
@@ -212,11 +219,8 @@ class RolloutCaller(Caller):
                 self._quiet_since = self._loop.time()
                 self._quiet.set()
 
-    def requests(
-        self, call: CompletionCall, prompts: Sequence[Prompt], stops: tuple[int, ...], constraint: str
-    ) -> list[GenerationRequest]:
-        wanted = [(each, call.sampling(len(each.token_ids), stops, constraint, self._policy)) for each in prompts]
-        return self._trajectory.ask(call.id, wanted, choices=call.choices, role=call.role)
+    def requests(self, call: CompletionCall, asked: Sequence[Asked]) -> list[GenerationRequest]:
+        return self._trajectory.ask(call.id, asked, choices=call.choices, role=call.role)
 
     def ignored_options(self, call: CompletionCall) -> Sequence[str]:
         return [*call.drawing, *(["seed"] if call.seed is not None else [])]

@@ -20,18 +20,8 @@ from typing import Any, NamedTuple, Protocol
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
+from titan_rl import errors
 from titan_rl.chat.renderer import AnswerForm, Renderer
-from titan_rl.errors import (
-    ActorGone,
-    GatewayClosing,
-    RequestError,
-    RequestLost,
-    RequestTimeout,
-    RequestTooLong,
-    RolloutOver,
-    TaskError,
-    TitanError,
-)
 from titan_rl.one_line import counted, one_line
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, GenerationRequest, Message, Piece, SamplingParams, ToolSpec
@@ -95,15 +85,13 @@ class CompletionCall:
     usage: Counter[str] = field(default_factory=Counter)
     """Tokens of every prompt once, and of every choice that was answered so far."""
 
-    def sampling(
-        self, prompt_tokens: int, stops: tuple[int, ...], constraint: str, policy: ServedPolicy
-    ) -> SamplingParams:
-        """How the client wants a prompt of so many tokens to be completed. `stops`: from `stop_tokens`. `constraint`:
-        of `answer`."""
-        room = max(policy.max_model_len - prompt_tokens, 1)
-        return SamplingParams(
-            max_new_tokens=self.max_new_tokens or room, stop_token_ids=stops, constraint=constraint, **self.drawing
-        )
+    def sampling(self, lengths: Sequence[int], policy: ServedPolicy) -> list[SamplingParams]:
+        """How the client wants prompts of so many tokens to be completed. Raises TaskError: no answer can be held to
+        the form."""
+        constraint = policy.renderer.constraint(self.answer) if self.answer is not None else ""
+        ends = {"stop_token_ids": self.stop_tokens(policy.renderer), "constraint": constraint, **self.drawing}
+        rooms = [max(policy.max_model_len - length, 1) for length in lengths]
+        return [SamplingParams(max_new_tokens=self.max_new_tokens or room, **ends) for room in rooms]
 
     def stop_tokens(self, renderer: Renderer) -> tuple[int, ...]:
         """Tokens at which the engine itself ends a completion: also of each stop text that is one token. Other stop
@@ -112,7 +100,7 @@ class CompletionCall:
         for text in self.stop if self.answer is None else ():  # a constraint may be closed only by the policy's own
             try:
                 tokens = renderer.encode(text)
-            except TaskError:  # the policy cannot write it either, so it will never stop there
+            except errors.TaskError:  # the policy cannot write it either, so it will never stop there
                 continue
             stops += tokens if len(tokens) == 1 else ()
         return tuple(dict.fromkeys(stops))
@@ -130,7 +118,7 @@ class CompletionCall:
             text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
             longest = len(text) if text.isascii() else len(text) // 4
             if longest > most:
-                raise RequestTooLong(
+                raise errors.RequestTooLong(
                     f"the text of {longest} characters cannot fit: max_model_len ({policy.max_model_len}) tokens hold "
                     f"at most {most}"
                 )
@@ -203,12 +191,12 @@ class ApiError(Exception):
 
 
 _ANSWERS: tuple[tuple[type[Exception], int, str], ...] = (
-    (RolloutOver, 403, "rollout_over"),
-    (RequestTimeout, 504, "request_timeout"),
-    (RequestLost, 503, "engine_unavailable"),
-    (RequestTooLong, 400, "context_length_exceeded"),
-    (RequestError, 400, "invalid_request"),
-    (TaskError, 400, "invalid_request"),
+    (errors.RolloutOver, 403, "rollout_over"),
+    (errors.RequestTimeout, 504, "request_timeout"),
+    (errors.RequestLost, 503, "engine_unavailable"),
+    (errors.RequestTooLong, 400, "context_length_exceeded"),
+    (errors.RequestError, 400, "invalid_request"),
+    (errors.TaskError, 400, "invalid_request"),
 )
 """Errors of a call, the first that fits, with their status and code."""
 
@@ -224,15 +212,15 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(error.status_code, str(error.detail), headers=error.headers or {})
         case RecursionError():
             return ApiError(400, "the body is nested too deeply", code="invalid_request")
-        case GatewayClosing():
+        case errors.GatewayClosing():
             return ApiError(503, str(error), code="gateway_closing", headers=RETRY)
     for kind, status, code in _ANSWERS:
         if isinstance(error, kind):
             return ApiError(status, str(error), code=code)
     named = f"{type(error).__name__}: {error}"
-    if not isinstance(error, TitanError):
+    if not isinstance(error, errors.TitanError):
         return ApiError(500, named, code="internal_error")
-    headers = RETRY if isinstance(error, ActorGone) else {}  # it may be replaced
+    headers = RETRY if isinstance(error, errors.ActorGone) else {}  # it may be replaced
     return ApiError(503, named, code="engine_unavailable", headers=headers)
 
 
@@ -257,6 +245,9 @@ def _place(problem: Mapping[str, Any], body: Any) -> str:
     found = []
     for part in problem["loc"][1:]:
         try:
+            if isinstance(body, dict) and part not in body and part in body[body["type"]]:  # see `Unwrapped`
+                found.append(body["type"])
+                body = body[body["type"]]
             body = body[part]
         except (LookupError, TypeError):  # a type, or the field that is missing
             if problem["type"] != "missing" or part != problem["loc"][-1]:

@@ -40,6 +40,8 @@ PARSE_EACH = 256
 """A turn without content so far is parsed again at each piece while it has at most this many tokens. A longer turn is
 parsed when it has grown by a sixteenth, or when a mark was closed."""
 
+Read = Callable[[Sequence[int]], str]
+
 
 class StreamedText:
     """The text of one choice: what is sure of it, and how much of that was sent.
@@ -49,12 +51,7 @@ class StreamedText:
     """
 
     def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        stops: Sequence[str] = (),
-        content: Callable[[Sequence[int]], str] | None = None,
-        calls: bool = False,
+        self, decode: Read, *, stops: Sequence[str] = (), content: Read | None = None, calls: bool = False
     ) -> None:
         """`stops`: texts that end the completion. `content`: of a chat, what is content in a turn of these tokens that
         was cut off here; None: all text is. `calls`: whether the policy may call tools, in some formats by a turn that
@@ -95,12 +92,8 @@ class StreamedText:
         return self._send(end)
 
     def rest(self, content: str) -> str:
-        """What is still to be read of the complete answer's content. Raises ApiError: the content does not begin with
-        the text that was sent: this class does not know the chat format well enough."""
-        sent = "" if self._begin is None else self.sure[self._begin : self._sent]
-        if not content.startswith(sent):
-            raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
-        return content[len(sent) :]
+        """What is still to be read of the complete answer's content. Raises as `_unsent`."""
+        return _unsent(content, "" if self._begin is None else self.sure[self._begin : self._sent])
 
     def _extend(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -152,6 +145,13 @@ class StreamedText:
             return mark.start()
         begins = _MARK_BEGINS.search(self.sure, max(start, len(self.sure) - LONGEST_MARK - 2))
         return len(self.sure) if begins is None else begins.start()
+
+
+def _unsent(text: str, sent: str) -> str:
+    """Raises ApiError: what was sent is not how it begins: this module does not know the chat format well enough."""
+    if not text.startswith(sent):
+        raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
+    return text[len(sent) :]
 
 
 class ChoiceReader:
@@ -251,13 +251,10 @@ class ChoiceReader:
         )
 
     def _rest_of_reasoning(self, reasoning: str, choice: Choice | None) -> str:
-        """All of it goes out with the first text, or at the end. Raises ApiError: it is another one in the end."""
-        reasoning = choice.message.reasoning if choice is not None else reasoning or self._reasoning_sent
-        if not reasoning.startswith(self._reasoning_sent):
-            raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
-        rest = reasoning[len(self._reasoning_sent) :]
-        self._reasoning_sent = reasoning
-        return rest
+        """All of it goes out with the first text, or at the end. Raises as `_unsent`."""
+        sent = self._reasoning_sent
+        self._reasoning_sent = choice.message.reasoning if choice is not None else reasoning or sent
+        return _unsent(self._reasoning_sent, sent)
 
     def _first_stop(self, text: str) -> int:
         """Where the first stop text begins; the text's length where there is none."""

@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
 
 from titan_rl.bounds import Count, Port
@@ -44,12 +45,9 @@ class GatewayConfig:
 
 def is_loopback(host: str) -> bool:
     """Whether an address or name is this machine's own."""
-    if host == "localhost":
-        return True
-    try:
+    with suppress(ValueError):  # a name, which may resolve to anything
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name, which may resolve to anything
-        return False
+    return host == "localhost"
 
 
 _REMEDIES = {

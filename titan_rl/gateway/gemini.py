@@ -18,6 +18,7 @@ from pydantic.alias_generators import to_camel
 from starlette.responses import Response
 
 from titan_rl import types
+from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
 from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Hint, Many, Strict
@@ -30,7 +31,6 @@ STATUSES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
 STATUSES |= {503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
 ROLES = {"model": "assistant", "system": "system"}
 """Any other is the user's."""
-DRAWING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty")
 
 
 class Camel(Strict):
@@ -191,19 +191,11 @@ class GenerateContentRequest(Camel):
         chat, calling, config = self.chat(), self.tool_config.function_calling_config, self.generation_config
         any_object = {"type": "object"} if config.response_mime_type == "application/json" else None
         schema, names = config.response_schema or config.response_json_schema, calling.allowed_function_names
-        must_call, strict = calling.mode == "ANY", calling.mode == "VALIDATED"
-        form = bodies.answer_form(
-            chat.tools, "toolConfig", names or None, must_call=must_call, schema=schema or any_object, strict=strict
-        )
-        return CompletionCall(
-            id=call_id,
-            prompts=[chat],
-            choices=config.candidate_count,
-            max_new_tokens=config.max_output_tokens,
-            stop=config.stop_sequences,
-            seed=config.seed,
-            drawing=bodies.given(config, DRAWING),
-            answer=form,
+        form = AnswerForm(schema or any_object, chat.tools, parallel=True, must_call=calling.mode == "ANY")
+        answer = bodies.answer_form(form, "toolConfig", names or None, strict=calling.mode == "VALIDATED")
+        most, stops, choices = config.max_output_tokens, config.stop_sequences, config.candidate_count
+        return bodies.chat_call(
+            call_id, chat, answer, config, max_new_tokens=most, stop=stops, choices=choices, seed=config.seed
         )
 
 
@@ -221,7 +213,7 @@ def routes(sampler: Sampler) -> APIRouter:
     @router.post("/v1beta/models/{model:path}:generateContent")
     async def generate_content(model: str, body: GenerateContentRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
-        return await respond(sampler, ContentAnswer(body, name), request, model=model, stream=False)
+        return await respond(sampler, ContentAnswer(body, name), request, model, stream=False)
 
     @router.post("/v1/models/{model:path}:streamGenerateContent")
     @router.post("/v1beta/models/{model:path}:streamGenerateContent")
@@ -229,7 +221,7 @@ def routes(sampler: Sampler) -> APIRouter:
         model: str, body: GenerateContentRequest, alt: Literal["sse"], request: Request
     ) -> Response:
         """The same as it is sampled."""
-        return await respond(sampler, ContentAnswer(body, name), request, model=model, stream=True)
+        return await respond(sampler, ContentAnswer(body, name), request, model, stream=True)
 
     @router.post("/v1/models/{model:path}:countTokens")
     @router.post("/v1beta/models/{model:path}:countTokens")
@@ -253,6 +245,8 @@ def error_object(error: ApiError) -> Json:
 
 
 class ContentAnswer(Answer):
+    error_event = staticmethod(error_object)
+
     def __init__(self, body: GenerateContentRequest, model: str) -> None:
         self.call = body.call(uuid.uuid4().hex)
         self._thinks = body.generation_config.thinking_config.get("includeThoughts")
@@ -269,15 +263,12 @@ class ContentAnswer(Answer):
         elif delta.text or (self._thinks and delta.reasoning):
             yield {"candidates": [self._candidate(delta)], **self._head}
 
-    def error_event(self, error: ApiError) -> Json:
-        return error_object(error)
-
     def _candidate(self, delta: Delta) -> Json:
         parts: list[Json] = [{"text": delta.reasoning, "thought": True}] if self._thinks and delta.reasoning else []
         parts += [{"text": delta.text}] if delta.text else []
         ended: Json = {}
         if (choice := delta.choice) is not None:
-            calls = bodies.with_call_ids(choice.message, self.call.id, delta.index).tool_calls
-            parts += [{"functionCall": {"id": call.id, "name": call.name, "args": call.arguments}} for call in calls]
             ended["finishReason"] = "STOP" if choice.stopped else "MAX_TOKENS"
+            for call in self.calls(delta):
+                parts.append({"functionCall": {"id": call.id, "name": call.name, "args": call.arguments}})
         return {"content": {"role": "model", "parts": parts or [{"text": ""}]}, **ended, "index": delta.index}

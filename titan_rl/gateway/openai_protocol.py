@@ -8,7 +8,7 @@ import json
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
 
 from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
@@ -20,8 +20,6 @@ from titan_rl.types import Message, ToolSpec
 
 DEFAULT_COMPLETION_TOKENS = 16
 """Of text completions, as OpenAI has it."""
-DRAWING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Options that change how tokens are drawn, besides `min_tokens` and `seed`."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -65,9 +63,9 @@ class Sampling(Request):
     ignore_eos: bool | None = None
     seed: bodies.Seed | None = None
     """The same seed and request give the same tokens; without one every call draws others."""
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda count: count or -1)] | None = None
     """-1 and 0: off."""
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, alias="min_tokens")
     presence_penalty: bodies.Penalty | None = None
     frequency_penalty: bodies.Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -78,11 +76,6 @@ class Sampling(Request):
     def _call(
         self, call_id: str, prompts: list[Chat | str | list[int]], max_new_tokens: int | None, *, logprobs: bool
     ) -> CompletionCall:
-        drawing = bodies.given(self, DRAWING)
-        if self.top_k == 0:
-            drawing["top_k"] = -1
-        if self.min_tokens is not None:
-            drawing["min_new_tokens"] = self.min_tokens
         return CompletionCall(
             id=call_id,
             prompts=prompts,
@@ -94,11 +87,24 @@ class Sampling(Request):
             seed=self.seed,
             logprobs=logprobs,
             role=sendable(self.user or ""),
-            drawing=drawing,
+            drawing=bodies.drawing(self),
         )
 
 
-class FunctionDeclaration(Strict):
+class Unwrapped(Strict):
+    """Chat completions have its fields in a field of their own, named as its type; Responses have them beside it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def is_unwrapped(cls, value: Any) -> Any:
+        match value:
+            case {"type": str(kind), **rest} if isinstance(inner := rest.pop(kind, None), dict):
+                return {**rest, **inner, "type": kind}
+        return value
+
+
+class Function(Unwrapped):
+    type: Literal["function"]
     name: bodies.ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -106,20 +112,73 @@ class FunctionDeclaration(Strict):
     """True: what the policy calls follows the schemas. Calls that are forced do so in any case."""
 
 
-class Tool(Strict):
+class NamedFunction(Unwrapped):
     type: Literal["function"]
-    function: FunctionDeclaration
+    name: str
 
 
-class FunctionCall(ReturnedPart):
+class AllowedTools(Unwrapped):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class PlainFormat(Strict):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Unwrapped):
+    type: Literal["json_schema"]
+    name: str
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+    """A hint: the answer follows the schema in any case."""
+
+
+Format = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class ChatOptions(Strict):
+    """What chat completions and Responses share."""
+
+    tools: Annotated[list[Function], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = None
+    """False: at most one call in a turn."""
+    top_logprobs: Literal[0] | None = None
+    """Engines report the logprob of the token that was sampled, of no other."""
+
+    def specs(self) -> list[ToolSpec]:
+        declared = [] if self.tool_choice == "none" else self.tools or []
+        return [ToolSpec(each.name, each.description or "", each.parameters or {}) for each in declared]
+
+    def answer(self, wanted: PlainFormat | SchemaFormat | None) -> AnswerForm | None:
+        names: list[str] | None = None
+        must_call = self.tool_choice == "required"
+        match self.tool_choice:
+            case NamedFunction(name=name):
+                names, must_call = [name], True
+            case AllowedTools(mode=mode, tools=allowed):
+                names, must_call = [each.name for each in allowed], mode == "required"
+        schema: dict[str, Any] | None = None
+        match wanted:
+            case SchemaFormat():
+                schema = wanted.schema_ or {}
+            case PlainFormat(type="json_object"):
+                schema = {"type": "object"}
+        form = AnswerForm(schema, self.specs(), parallel=self.parallel_tool_calls is not False, must_call=must_call)
+        return bodies.answer_form(form, "tool_choice", names, strict=any(tool.strict for tool in self.tools or ()))
+
+
+class ToolCall(Unwrapped, ReturnedPart):
+    id: str
+    type: Literal["function"]
     name: bodies.ToolName
     arguments: bodies.Arguments
 
-
-class ToolCall(ReturnedPart):
-    id: str
-    type: Literal["function"]
-    function: FunctionCall
+    def call(self) -> types.ToolCall:
+        return types.ToolCall(self.name, json.loads(self.arguments), id=self.id)
 
 
 class TextPart(Strict):
@@ -153,10 +212,7 @@ class AssistantMessage(ReturnedPart):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
 
     def message(self) -> Message:
-        calls = tuple(
-            types.ToolCall(call.function.name, json.loads(call.function.arguments), id=call.id)
-            for call in self.tool_calls or ()
-        )
+        calls = tuple(call.call() for call in self.tool_calls or ())
         reasoning = self.reasoning_content or ""
         return Message("assistant", text_of(self.content), calls, reasoning=reasoning, name=self.name or "")
 
@@ -174,84 +230,21 @@ class ToolMessage(Strict):
 ChatMessage = Annotated[ClientMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-class FunctionName(Strict):
-    name: str
-
-
-class FunctionReference(Strict):
-    type: Literal["function"]
-    function: FunctionName
-
-
-class AllowedTools(Strict):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionReference], Field(min_length=1, max_length=MOST_TOOLS)]
-
-
-class AllowedToolsChoice(Strict):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-class PlainFormat(Strict):
-    type: Literal["text", "json_object"]
-
-
-class Schema(Strict):
-    name: str
-    description: str | None = None
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-    strict: bool | None = None
-    """A hint: the answer follows the schema in any case."""
-
-
-class SchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: Schema
-
-
-class ChatCompletionRequest(Sampling):
+class ChatCompletionRequest(Sampling, ChatOptions):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_tokens: bodies.Count | None = None
     max_completion_tokens: bodies.Count | None = None
     """Default: all that the model's length leaves."""
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
-    """Engines report the logprob of the token that was sampled, of no other."""
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionReference | AllowedToolsChoice | None = None
-    parallel_tool_calls: bool | None = None
-    """False: at most one call in a turn."""
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    response_format: Format | None = None
     """Of the content. Beside tools the answer is either that, or calls."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     def call(self, call_id: str) -> CompletionCall:
-        declared = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
-        tools = [ToolSpec(each.name, each.description or "", each.parameters or {}) for each in declared]
-        chat = Chat([message.message() for message in self.messages], tools)
+        chat = Chat([message.message() for message in self.messages], self.specs())
         most = self.max_completion_tokens or self.max_tokens
         call = self._call(call_id, [chat], most, logprobs=bool(self.logprobs))
-        return replace(call, answer=self._answer(tools))
-
-    def _answer(self, tools: list[ToolSpec]) -> AnswerForm | None:
-        names: list[str] | None = None
-        must_call = self.tool_choice == "required"
-        match self.tool_choice:
-            case FunctionReference(function=named):
-                names, must_call = [named.name], True
-            case AllowedToolsChoice(allowed_tools=allowed):
-                names, must_call = [each.function.name for each in allowed.tools], allowed.mode == "required"
-        schema: dict[str, Any] | None = None
-        match self.response_format:
-            case SchemaFormat(json_schema=wanted):
-                schema = wanted.schema_ or {}
-            case PlainFormat(type="json_object"):
-                schema = {"type": "object"}
-        strict, parallel = any(tool.function.strict for tool in self.tools or ()), self.parallel_tool_calls is not False
-        return bodies.answer_form(
-            tools, "tool_choice", names, must_call=must_call, schema=schema, strict=strict, parallel=parallel
-        )
+        return replace(call, answer=self.answer(self.response_format))
 
 
 class CompletionRequest(Sampling):

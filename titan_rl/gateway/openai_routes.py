@@ -17,11 +17,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
-from titan_rl.gateway.bodies import with_call_ids
 from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
-from titan_rl.types import Message
 
 
 def routes(sampler: Sampler) -> APIRouter:
@@ -32,14 +30,12 @@ def routes(sampler: Sampler) -> APIRouter:
     @router.post("/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
-        answer = ChatAnswer(body, sampler.policy)
-        return await respond(sampler, answer, request, model=body.model, stream=bool(body.stream))
+        return await respond(sampler, ChatAnswer(body, sampler.policy), request, body.model, stream=body.stream)
 
     @router.post("/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """How the policy goes on with texts or token ids."""
-        answer = TextAnswer(body, sampler.policy)
-        return await respond(sampler, answer, request, model=body.model, stream=bool(body.stream))
+        return await respond(sampler, TextAnswer(body, sampler.policy), request, body.model, stream=body.stream)
 
     @router.get("/models")
     async def models() -> Response:
@@ -63,6 +59,7 @@ def error_object(error: ApiError) -> Json:
 
 class OpenAIAnswer(Answer):
     end_of_stream = b"data: [DONE]\n\n"
+    error_event = staticmethod(error_object)
     kinds: ClassVar[tuple[str, str, str]]
     """What an answer, a chunk and the call's id are called."""
 
@@ -92,9 +89,6 @@ class OpenAIAnswer(Answer):
     def last_events(self) -> Iterable[Json]:
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             yield {**self.chunk([]), "usage": self.usage}
-
-    def error_event(self, error: ApiError) -> Json:
-        return error_object(error)
 
     def _choice_json(self, delta: Delta, content: Json, logprobs: Json | None) -> Json:
         reason = None
@@ -126,12 +120,8 @@ class TextAnswer(OpenAIAnswer):
     def _logprobs(self, delta: Delta) -> Json:
         *offsets, end = accumulate(map(len, delta.token_texts), initial=self._offsets.get(delta.index, 0))
         self._offsets[delta.index] = end
-        return {
-            "tokens": delta.token_texts,
-            "token_logprobs": delta.logprobs,
-            "top_logprobs": None,
-            "text_offset": offsets,
-        }
+        told: Json = {"tokens": delta.token_texts, "token_logprobs": delta.logprobs}
+        return {**told, "top_logprobs": None, "text_offset": offsets}
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -142,24 +132,15 @@ class ChatAnswer(OpenAIAnswer):
         return {**super().whole(deltas), **more}
 
     def choice(self, delta: Delta) -> Json:
-        assert delta.choice is not None
-        message = delta.choice.message
-        content: Json = {"role": "assistant", "content": message.content, "refusal": None}
-        content |= {"reasoning_content": message.reasoning} if message.reasoning else {}
-        content |= self._calls(delta.index, message)
-        if message.tool_calls and not message.content:
+        content = {**self._content(delta), "refusal": None}
+        if "tool_calls" in content and not delta.text:
             content["content"] = None
         return self._choice_json(delta, {"message": content}, self._logprobs(delta))
 
     def events(self, delta: Delta) -> Iterable[Json]:
-        content: Json = {"role": "assistant", "content": ""} if delta.first else {}
-        if delta.reasoning:
-            content["reasoning_content"] = delta.reasoning
-        if delta.text:
-            content["content"] = delta.text
+        content = self._content(delta)
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        content |= self._calls(delta.index, delta.choice.message)
         for number, call in enumerate(content.get("tool_calls", ())):
             call["index"] = number
         last = self._chunk(replace(delta, tokens=[], token_texts=[], logprobs=[]), {})
@@ -168,17 +149,13 @@ class ChatAnswer(OpenAIAnswer):
     def _chunk(self, delta: Delta, content: Json) -> Json:
         return self.chunk([self._choice_json(delta, {"delta": content}, self._logprobs(delta))])
 
-    def _calls(self, index: int, message: Message) -> Json:
-        """Tool calls, where there are any."""
-        calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-            }
-            for call in with_call_ids(message, self.call.id, index).tool_calls
-        ]
-        return {"tool_calls": calls} if calls else {}
+    def _content(self, delta: Delta) -> Json:
+        content: Json = {"role": "assistant", "content": ""} if delta.first else {}
+        content |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+        content |= {"content": delta.text} if delta.text else {}
+        called = [(call.id, {"name": call.name, "arguments": json.dumps(call.arguments)}) for call in self.calls(delta)]
+        calls = [{"id": call_id, "type": "function", "function": function} for call_id, function in called]
+        return {**content, "tool_calls": calls} if calls else content
 
     def _logprobs(self, delta: Delta) -> Json | None:
         if not self.body.logprobs:

@@ -15,19 +15,18 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Field
 from starlette.responses import Response
 
 from titan_rl import types
 from titan_rl.gateway import bodies, openai_protocol
 from titan_rl.gateway.answers import Answer, Json, respond, to_json
-from titan_rl.gateway.bodies import MOST_TOOLS, Hint, Many, ReturnedPart, Strict, text_of
+from titan_rl.gateway.bodies import Hint, Many, ReturnedPart, Strict, text_of
 from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
-from titan_rl.gateway.openai_protocol import FunctionName, PlainFormat
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.one_line import sendable
-from titan_rl.types import Message, ToolSpec
+from titan_rl.types import Message
 
 STORED_BYTES = 256 << 20
 """Of all responses that are stored, with the conversations before them; the oldest makes room."""
@@ -74,17 +73,13 @@ class OutputItem(ReturnedPart):
         return Message("tool", text_of(self.output), tool_call_id=self.call_id)
 
 
-def _kind(item: Any) -> str:
+def _typed(item: Any) -> Any:
     """Messages may have no type."""
-    return str((item.get("type") if isinstance(item, dict) else getattr(item, "type", None)) or "message")
+    return {**item, "type": item.get("type") or "message"} if isinstance(item, dict) else item
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[OutputItem, Tag("function_call_output")],
-    Discriminator(_kind),
+    MessageItem | ReasoningItem | CallItem | OutputItem, Field(discriminator="type"), BeforeValidator(_typed)
 ]
 
 
@@ -100,30 +95,12 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
     return messages + bodies.joined(turn)
 
 
-class FunctionTool(openai_protocol.FunctionDeclaration):
-    type: Literal["function"]
-
-
-class NamedFunction(FunctionName):
-    type: Literal["function"]
-
-
-class AllowedTools(Strict):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=MOST_TOOLS)]
-
-
-class SchemaFormat(openai_protocol.Schema):
-    type: Literal["json_schema"]
-
-
 class TextOptions(Strict):
-    format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    format: openai_protocol.Format | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesRequest(openai_protocol.Request):
+class ResponsesRequest(openai_protocol.Request, openai_protocol.ChatOptions):
     reasoning: Hint = None
     max_tool_calls: Hint = None
     """Of tools that a server calls; there are none."""
@@ -134,47 +111,19 @@ class ResponsesRequest(openai_protocol.Request):
     previous_response_id: str | None = None
     max_output_tokens: bodies.Count | None = None
     """Default: all that the model's length leaves."""
-    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
 
     def messages(self) -> list[Message]:
         return [Message("user", self.input)] if isinstance(self.input, str) else messages_of(self.input)
 
     def call(self, call_id: str, messages: Sequence[Message]) -> CompletionCall:
         """`messages`: all but the instructions."""
-        declared = [] if self.tool_choice == "none" else self.tools or []
-        tools = [ToolSpec(each.name, each.description or "", each.parameters or {}) for each in declared]
-        names: list[str] | None = None
-        schema: Json | None = None
-        must_call = self.tool_choice == "required"
-        match self.tool_choice:
-            case NamedFunction(name=name):
-                names, must_call = [name], True
-            case AllowedTools(mode=mode, tools=allowed):
-                names, must_call = [each.name for each in allowed], mode == "required"
-        match self.text and self.text.format:
-            case SchemaFormat(schema_=wanted):
-                schema = wanted or {}
-            case PlainFormat(type="json_object"):
-                schema = {"type": "object"}
-        strict, parallel = any(tool.strict for tool in declared), self.parallel_tool_calls is not False
-        form = bodies.answer_form(
-            tools, "tool_choice", names, must_call=must_call, schema=schema, strict=strict, parallel=parallel
-        )
         system = [Message("system", self.instructions)] if self.instructions else []
-        return CompletionCall(
-            id=call_id,
-            prompts=[Chat([*system, *messages], tools)],
-            max_new_tokens=self.max_output_tokens,
-            role=sendable(self.user or ""),
-            drawing=bodies.given(self, ("temperature", "top_p")),
-            answer=form,
-        )
+        chat, form = Chat([*system, *messages], self.specs()), self.answer(self.text.format if self.text else None)
+        most, role = self.max_output_tokens, sendable(self.user or "")
+        return bodies.chat_call(call_id, chat, form, self, max_new_tokens=most, role=role)
 
 
 class Stored(NamedTuple):
@@ -218,7 +167,7 @@ def routes(sampler: Sampler) -> APIRouter:
             stored = store.get(caller, previous, status=400, param="previous_response_id")
             messages = [*stored.messages, *messages]
         answer = ResponseAnswer(body, messages, sampler.policy.name, partial(store.put, caller))
-        return await respond(sampler, answer, request, model=body.model, stream=bool(body.stream))
+        return await respond(sampler, answer, request, body.model, stream=body.stream)
 
     @router.get("/{response_id}")
     async def stored_response(response_id: str, request: Request) -> Response:
@@ -250,11 +199,13 @@ class ResponseAnswer(Answer):
         self._head = {"id": self.call.id, "object": "response", "created_at": int(time.time()), "model": model}
         self._head |= {"status": "in_progress", **told, **nothing}
         self._events = 0
-        self._index = 0  # of the item that is written
-        self._open, self._text = "", ""  # its kind and its text, while that grows
+        self._output: list[Json] = []
+        """The items that were begun, each as its last event has it."""
+        self._open, self._text = "", ""  # kind and text of the last one, while it grows
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
-        return self._response(deltas[0])
+        *_, last = self.events(deltas[0])
+        return last["response"]
 
     def events(self, delta: Delta) -> Iterator[Json]:
         if delta.first:
@@ -266,16 +217,25 @@ class ResponseAnswer(Answer):
             yield from self._write("message", delta.text)
         if delta.choice is None:
             return
-        response = self._response(delta)
-        yield from self._close(response["status"])
-        for item in response["output"][self._index :]:
-            place, arguments = {"output_index": self._index, "item_id": item["id"]}, item["arguments"]
+        status = "completed" if delta.choice.stopped else "incomplete"
+        yield from self._close(status)
+        for number, call in enumerate(calls := self.calls(delta)):
+            arguments, item_id = json.dumps(call.arguments), f"{self._id('fc')}_{number}"
+            item = {"id": item_id, "type": "function_call", "call_id": call.id, "name": call.name}
+            place = {"output_index": len(self._output), "item_id": item_id}
             yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
             yield self._event("function_call_arguments.delta", **place, delta=arguments)
-            yield self._event("function_call_arguments.done", **place, name=item["name"], arguments=arguments)
-            yield self._item_event("done", item)
-            self._index += 1
-        yield self._event(response["status"], response=response)
+            yield self._event("function_call_arguments.done", **place, name=call.name, arguments=arguments)
+            yield self._item_event("done", {**item, "arguments": arguments, "status": "completed"})
+        prompt, sampled = self.call.usage["prompt_tokens"], self.call.usage["completion_tokens"]
+        usage = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": sampled}
+        usage |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + sampled}
+        response = {**self._head, "status": status, "output": self._output, "usage": usage}
+        if not delta.choice.stopped:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        if self._keep is not None:
+            self._keep([*self._messages, delta.choice.message._replace(tool_calls=tuple(calls))], response)
+        yield self._event(status, response=response)
 
     def error_event(self, error: ApiError) -> Json:
         told = self._event("error", code=error.code, message=error.message, param=error.param)
@@ -286,10 +246,13 @@ class ResponseAnswer(Answer):
         return {"type": f"response.{kind}", "sequence_number": self._events - 1, **fields}
 
     def _item_event(self, kind: str, item: Json) -> Json:
-        return self._event(f"output_item.{kind}", output_index=self._index, item=item)
+        if kind == "added":
+            self._output.append(item)
+        self._output[-1] = item
+        return self._event(f"output_item.{kind}", output_index=len(self._output) - 1, item=item)
 
     def _part_event(self, kind: str, **fields: Any) -> Json:
-        place = {"item_id": self._id(PARTS[self._open][0]), "output_index": self._index, "content_index": 0}
+        place = {"item_id": self._id(PARTS[self._open][0]), "output_index": len(self._output) - 1, "content_index": 0}
         return self._event(kind, **place, **fields)
 
     def _write(self, kind: str, text: str) -> Iterator[Json]:
@@ -309,31 +272,10 @@ class ResponseAnswer(Answer):
             yield self._part_event(f"{PARTS[kind][1]}.done", text=self._text, **more)
             yield self._part_event("content_part.done", part=_part(kind, self._text))
             yield self._item_event("done", _item(kind, self._id(PARTS[kind][0]), self._text, status))
-            self._open, self._text, self._index = "", "", self._index + 1
+            self._open = self._text = ""
 
     def _id(self, prefix: str) -> str:
         return self.call.id.replace("resp", prefix)
-
-    def _response(self, last: Delta) -> Json:
-        """The whole response, which is stored unless the client says not to."""
-        assert last.choice is not None
-        message, stopped = bodies.with_call_ids(last.choice.message, self.call.id), last.choice.stopped
-        status = "completed" if stopped else "incomplete"
-        output = [_item("reasoning", self._id("rs"), message.reasoning, "")] if message.reasoning else []
-        if message.content or not message.tool_calls:
-            output.append(_item("message", self._id("msg"), message.content, status))
-        for number, call in enumerate(message.tool_calls):
-            named = {"call_id": call.id, "name": call.name, "arguments": json.dumps(call.arguments)}
-            output.append({"id": f"{self._id('fc')}_{number}", "type": "function_call", **named, "status": "completed"})
-        prompt, sampled = self.call.usage["prompt_tokens"], self.call.usage["completion_tokens"]
-        usage = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": sampled}
-        usage |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + sampled}
-        response = {**self._head, "status": status, "output": output, "usage": usage}
-        if not stopped:
-            response["incomplete_details"] = {"reason": "max_output_tokens"}
-        if self._keep is not None:
-            self._keep([*self._messages, message], response)
-        return response
 
 
 def _part(kind: str, text: str) -> Json:

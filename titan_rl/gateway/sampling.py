@@ -81,16 +81,8 @@ class Sampler:
         call.check_length(self.policy)
         requests: list[GenerationRequest] = []
         try:
-            renderer = self.policy.renderer
-            prompts, stops, constraint = await in_turn(
-                self._thread,
-                lambda: (
-                    [*map(caller.prompt, call.prompts)],
-                    call.stop_tokens(renderer),
-                    renderer.constraint(call.answer) if call.answer is not None else "",
-                ),
-            )
-            requests = caller.requests(call, prompts, stops, constraint)
+            asked = await in_turn(self._thread, functools.partial(caller.asked, call))
+            requests = caller.requests(call, asked)
             for option in caller.ignored_options(call):
                 self._metrics.ignored_options.labels(option).inc()
             readers = [ChoiceReader(index, each, call, self.policy.renderer) for index, each in enumerate(requests)]
