@@ -159,8 +159,12 @@ class RouterBooks:
                 assert caller.asked.session_id is not None and self.now < deadline, "it waits for nothing"
                 assert self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= deadline
         if isinstance(self.strategy, StickySession):
+            live_sessions = [caller.asked.session_id for _, caller in self.live.values()]
+            sessions = {session for session in live_sessions if session is not None}
+            assert all(self.strategy.generator_of(session) for session in sessions)
             known = {asked for each in self.callers.values() if (asked := each.asked.session_id) is not None}
-            assert sum(self.strategy.generator_of(session) is not None for session in known) <= self.max_sessions
+            remembered = sum(self.strategy.generator_of(session) is not None for session in known)
+            assert remembered <= self.max_sessions + len(sessions)
 
     def check_quiet(self) -> None:
         """What must hold once nothing is under way and nothing went wrong on the last stretch."""

@@ -1,4 +1,4 @@
-"""A session stays on its generator, and waits for it for a short time."""
+"""A session stays on its generator, waits for it for a short time, and is never forgotten while it is in use."""
 
 from __future__ import annotations
 
@@ -85,24 +85,42 @@ def test_a_session_is_pinned_anew_at_once_when_its_generator_is_gone(event: str)
 
 
 @given(data=st.data(), bound=st.integers(1, 4))
-def test_sessions_are_forgotten_least_recently_used_first(data: st.DataObject, bound: int) -> None:
+def test_sessions_without_live_requests_are_forgotten_least_recently_used_first(
+    data: st.DataObject, bound: int
+) -> None:
     strategy, _, dispatcher = sticky_fleet(3, max_sessions=bound)
-    homes: dict[str, str] = {}  # least recently used first
+    live: dict[str, list[str]] = {}
+    idle: dict[str, str] = {}  # session → generator, least recently used first
+    homes: dict[str, str] = {}
     for serial in range(data.draw(st.integers(0, 40))):
         session = data.draw(st.sampled_from("abcdefgh"))
-        home = turn(dispatcher, f"r{serial}", session)
-        assert home == homes.pop(session, home)
-        homes[session] = home
-        if len(homes) > bound:
-            del homes[next(iter(homes))]
-        assert all(strategy.generator_of(each) == homes.get(each) for each in "abcdefgh")
+        if live.get(session) and data.draw(st.booleans()):
+            finish(dispatcher, live[session].pop(0))
+            if not live[session]:
+                del live[session]
+                idle[session] = homes[session]
+                while len(idle) > bound:
+                    del idle[next(iter(idle))]
+        else:
+            home = turn(dispatcher, f"r{serial}", session)
+            if session in live or session in idle:
+                assert home == homes[session]
+            idle.pop(session, None)
+            homes[session] = home
+            live.setdefault(session, []).append(f"r{serial}")
+        for remembered in "abcdefgh":
+            expected = homes[remembered] if remembered in live or remembered in idle else None
+            assert strategy.generator_of(remembered) == expected
 
 
-def test_a_session_that_has_ended_is_forgotten() -> None:
+def test_an_ended_session_with_live_requests_is_forgotten_after_the_last() -> None:
     strategy, _, dispatcher = sticky_fleet(2)
-    turn(dispatcher, "m0", "mine")
+    home = turn(dispatcher, "m0", "mine")
+    turn(dispatcher, "m1", "mine")
     strategy.end_session("mine")
     finish(dispatcher, "m0")
+    assert strategy.generator_of("mine") == home
+    finish(dispatcher, "m1")
     assert strategy.generator_of("mine") is None
 
 

@@ -144,11 +144,12 @@ class StickySession:
     """Keeps a session on its generator, even under load, so that its prefix cache is used.
 
     If the generator pauses (a pull), the session's requests wait for it, at most `sync_wait_seconds`. If it leaves, or
-    the wait is over, `LeastLoaded` chooses a new generator, where the session then stays. `LeastLoaded` also chooses
-    for requests without a session.
+    the wait is over, `LeastLoaded` chooses a new generator, where the session then stays. At most `max_sessions`
+    sessions without live requests are remembered; the least recently used is dropped first. A session with live
+    requests is never dropped. `LeastLoaded` also chooses for requests without a session.
 
     Args:
-        max_sessions: to remember; the least recently used is dropped first.
+        max_sessions: sessions without live requests to remember.
         sync_wait_seconds: how long a request waits for its session's generator to come back; 0: not at all.
     """
 
@@ -157,7 +158,8 @@ class StickySession:
         self._sync_wait_seconds = sync_wait_seconds
         self._fallback = LeastLoaded()
         self._paused: set[str] = set()
-        self._homes: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
+        self._live: dict[str, _Session] = {}
+        self._idle: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         self._paused.discard(name)
@@ -187,21 +189,45 @@ class StickySession:
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         self._fallback.assigned(request, name, load)
-        if request.session_id is not None:
-            self._homes[request.session_id] = name
-            self._homes.move_to_end(request.session_id)
-            if len(self._homes) > self._max_sessions:
-                self._homes.popitem(last=False)
+        session = request.session_id
+        if session is None:
+            return
+        self._idle.pop(session, None)
+        live = self._live.setdefault(session, _Session(name))
+        live.generator = name
+        live.requests += 1
 
     def released(self, request: GenerationRequest, name: str, load: int) -> None:
         self._fallback.released(request, name, load)
+        session = request.session_id
+        if session is None or session not in self._live:
+            return
+        live = self._live[session]
+        live.requests -= 1
+        if live.requests == 0:
+            del self._live[session]
+            if not live.ended:
+                self._idle[session] = live.generator
+                while len(self._idle) > self._max_sessions:
+                    self._idle.popitem(last=False)
 
     def end_session(self, session_id: str) -> None:
-        self._homes.pop(session_id, None)
+        self._idle.pop(session_id, None)
+        if session_id in self._live:
+            self._live[session_id].ended = True
 
     def generator_of(self, session_id: str) -> str | None:
         """The session's generator, None if it has none."""
-        return self._homes.get(session_id)
+        live = self._live.get(session_id)
+        return live.generator if live is not None else self._idle.get(session_id)
+
+
+@dataclass(slots=True)
+class _Session:
+    generator: str
+    requests: int = 0
+    ended: bool = False
+    """Whether to forget the session when its last live request ends."""
 
 
 def build_strategy(config: RouterConfig) -> RoutingStrategy:
