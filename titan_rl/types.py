@@ -332,6 +332,14 @@ class Purpose(StrEnum):
     """Nothing is sampled: group g of n samples is the environment's demonstrations number g * n to g * n + n - 1."""
 
 
+class GroupKey(NamedTuple):
+    """Names one attempt to run one group."""
+
+    purpose: Purpose
+    group_id: int
+    attempt: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRequest:
     """Run `samples` rollouts of one prompt."""
@@ -348,9 +356,8 @@ class GroupRequest:
     """How often the group was run before under the same id, because its samples were lost."""
 
     @property
-    def key(self) -> tuple[Purpose, int, int]:
-        """Names this attempt to run the group."""
-        return self.purpose, self.group_id, self.attempt
+    def key(self) -> GroupKey:
+        return GroupKey(self.purpose, self.group_id, self.attempt)
 
     def __str__(self) -> str:
         again = f" attempt {self.attempt}" if self.attempt else ""

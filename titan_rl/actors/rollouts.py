@@ -37,7 +37,7 @@ from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.rpc.connection import RemoteMethod
 from titan_rl.rpc.mesh_client import MeshClient
-from titan_rl.types import GroupRequest, Purpose
+from titan_rl.types import GroupKey, GroupRequest, Purpose
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,7 +60,7 @@ class RolloutWorkerClient(MeshClient):
         super().__init__(name, start_seconds=rollouts.start_seconds)
         self.store = ""
         """Name of its store; empty while there is no worker that plays."""
-        self.playing: dict[tuple[Purpose, int, int], asyncio.Task[GroupReport]] = {}
+        self.playing: dict[GroupKey, asyncio.Task[GroupReport]] = {}
         self.begun = 0
         """Groups that it was given."""
         self.one_suspect = asyncio.Lock()
