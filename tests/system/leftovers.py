@@ -103,8 +103,9 @@ def wait_until_gone(run: int) -> None:
 def process_of(run: int, mesh: str, rank: int = 0) -> int:
     """Its id, by its title."""
     for pid in descendants(run):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"titan_rl {mesh} rank {rank} ".encode()):
-            return pid
+        with contextlib.suppress(OSError):  # it has just ended
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(f"titan_rl {mesh} rank {rank} ".encode()):
+                return pid
     raise AssertionError(f"no process of {mesh} rank {rank}")
 
 
