@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,7 @@ SEVERAL_QUESTIONS = 2.5
 """Seconds."""
 SOON = 20.0
 """Seconds: less than the 30 after which Monarch by itself gives up waiting."""
+GONE_SECONDS = 10.0
 PF_EXITING = 0x4
 """Of the flags in /proc/PID/stat, whether a process has begun to end in the kernel (include/linux/sched.h)."""
 
@@ -66,7 +68,15 @@ def served_checkpoint(
 
 
 def left_of(session: int) -> list[str]:
-    """Command lines of the session's processes, but for those that are on their way out of the kernel."""
+    """Command lines of the session's processes. What the kernel ends with its parent gets a moment for it."""
+    until = time.monotonic() + GONE_SECONDS
+    while (found := _living(session)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found
+
+
+def _living(session: int) -> list[str]:
+    """But for those that are on their way out of the kernel."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -76,9 +76,9 @@ def test_whatever_dies_is_named_and_replaced_and_the_run_goes_on(
 
 
 def test_a_run_that_waits_for_generators_outlives_hangs_and_deaths_beyond_its_restarts(tmp_path: Path) -> None:
-    waits = ("--placement.restarts", "0", "--placement.too-few-generators", "wait", "--placement.hang-seconds", "4")
+    waits = ("--placement.restarts", "0", "--placement.too-few-generators", "wait", "--placement.hang-seconds", "10")
     run = start_run(*ENDLESS, *SIMULATED, *waits, runs=tmp_path)
-    for number, said in ((signal.SIGSTOP, "no progress for 4 s"), (signal.SIGKILL, "killed by signal 9")):
+    for number, said in ((signal.SIGSTOP, "no progress for 10 s"), (signal.SIGKILL, "killed by signal 9")):
         wait_for_line(run, "step ")
         os.kill(process_of(run.pid, "generator0"), number)
         assert said in wait_for_line(run, "lost generator0: ")
