@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.serving import serving
 
 from titan_rl.chat.chat_renderer import PlainTokenizer
 from titan_rl.policy.config import TinyPolicyConfig
@@ -23,7 +20,6 @@ MODEL = "gpt-4o"
 """The name that a program has for its model stays; by it clients also judge what they may ask for."""
 LENGTH = 32768
 """Tokens, which are bytes: agents have prompts of 10 KB."""
-SERVED = re.compile(r"serving (\S+) at (\S+)/v1, with the API key")
 
 
 @pytest.fixture(scope="session")
@@ -33,32 +29,11 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     policy = make_policy(directory)
     settings = directory / "settings.toml"
     settings.write_text("[rollout.renderer_kwargs]\nenable_thinking = false\n")
-    command = [sys.executable, "-m", "titan_rl.cli", "serve", "--policy.path", str(policy), "--config", str(settings)]
-    command += ["--port", "0", "--model-name", MODEL, "--logging.directory", str(directory / "runs")]
-    command += ["--generator.max-model-len", str(LENGTH), "--generator.max-num-batched-tokens", str(LENGTH)]
-    command += ["--generator.kv-cache-bytes", str(256 << 20)]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TITAN_RL_API_KEY": KEY},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    printed = []
-    try:
-        for line in process.stdout:
-            printed.append(line)
-            if (told := SERVED.match(line)) is not None:
-                yield environment(told[2], directory)
-                break
-        else:
-            raise AssertionError("the server did not come up; it printed:\n" + "".join(printed))
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate()
+    options = ["--policy.path", str(policy), "--config", str(settings), "--model-name", MODEL]
+    options += ["--generator.max-model-len", str(LENGTH), "--generator.max-num-batched-tokens", str(LENGTH)]
+    options += ["--generator.kv-cache-bytes", str(256 << 20), "--logging.directory", str(directory / "runs")]
+    with serving(*options, key=KEY) as (_, url, _):
+        yield environment(url.removesuffix("/v1"), directory)
 
 
 def make_policy(directory: Path) -> Path:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import httpx
 import openai
 import pytest
 from support.gateway import MODEL, client, say, served, until_busy
+from support.serving import serving
 
 from titan_rl.cli import main
 from titan_rl.config import PlacementConfig
@@ -42,29 +41,9 @@ def served_checkpoint(
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """The command's process, the base URL, and the model's name; the process is stopped as by Ctrl-C at the end."""
     checkpoint = make_tiny_policy(TinyPolicyConfig(symbols="0123456789+=", max_length=length, seed=2), tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "titan_rl.cli", "serve", "--policy.path", str(checkpoint), "--port", "0", *arguments]
-        + ["--logging.directory", str(tmp_path / "runs")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TITAN_RL_API_KEY": KEY},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    printed = []
-    try:
-        for line in process.stdout:
-            printed.append(line)
-            if (told := re.match(r"serving (\S+) at (\S+), with the API key", line)) is not None:
-                yield process, told[2], told[1]
-                break
-        else:
-            raise AssertionError("the server did not come up; it printed:\n" + "".join(printed))
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate()
+    runs = ("--logging.directory", str(tmp_path / "runs"))
+    with serving("--policy.path", str(checkpoint), *runs, *arguments, key=KEY) as found:
+        yield found
 
 
 def left_of(session: int) -> list[str]:
