@@ -195,13 +195,13 @@ class PolicyTrainer(ConnectedActor):
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, names: frozenset[SampleName]
     ) -> tuple[dict[str, float], dict[SampleName, TokenScores]]:
-        """Returns also the scores of this rank's samples among those that are named."""
+        """Returns the metrics, which rank 0 has for all, and the scores of this rank's samples among the named ones."""
         recorder = TokenScoreRecorder(names)
         with self._step():
             metrics = self._updater.train_step(batch, plan, recorder)
         self._copy()
         _log.info("step %d: %s", self._updater.step, {name: round(value, 6) for name, value in metrics.items()})
-        return metrics, recorder.scores
+        return metrics if self._rank == 0 else {}, recorder.scores
 
     @in_order
     def read_copies(self, version: PolicyVersion) -> None:
@@ -210,7 +210,7 @@ class PolicyTrainer(ConnectedActor):
         self._updater.restore_from_copies(self._copies, version)
 
     @in_order
-    def push_model_state_dict(self) -> Publication:
+    def push_model_state_dict(self) -> Publication | None:
         updater = self._updater
         return self._publish(PolicyVersion(updater.incarnation, updater.step), updater.local_shards())
 
@@ -263,7 +263,7 @@ class PolicyTrainer(ConnectedActor):
         updater.incarnation = incarnation
 
     @in_order
-    def publish_again(self, directory: str, version: PolicyVersion) -> Publication:
+    def publish_again(self, directory: str, version: PolicyVersion) -> Publication | None:
         from titan_rl.weights.publisher import shards_of_files
 
         return self._publish(version, shards_of_files(Path(directory, str(version))) if self._rank == 0 else ())
@@ -285,13 +285,15 @@ class PolicyTrainer(ConnectedActor):
         finally:
             self._in_step = 0
 
-    def _publish(self, version: PolicyVersion, shards: Iterable[TensorShard]) -> Publication:
+    def _publish(self, version: PolicyVersion, shards: Iterable[TensorShard]) -> Publication | None:
+        """What is published, on rank 0."""
         import torch
 
         timeline.doing("publish")
         assert self._publisher is not None
         served_dtype = getattr(torch, self._config.generator.dtype)
-        return self._publisher.publish(version, shards, dtype=served_dtype, aliases=self._updater.aliases)
+        publication = self._publisher.publish(version, shards, dtype=served_dtype, aliases=self._updater.aliases)
+        return publication if self._rank == 0 else None
 
     def _copy(self, *, reference: bool = False) -> str:
         """Copy the state in memory; returns why that cannot be done. Then it is not tried again."""

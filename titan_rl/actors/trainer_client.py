@@ -275,7 +275,8 @@ class TrainerClient(MeshClient):
         self._sequence += 1
         return await asyncio.gather(*calls)
 
-    def _note(self, answers: list[Publication]) -> Publication:
+    def _note(self, answers: list[Publication | None]) -> Publication:
+        assert answers[0] is not None
         publication = replace(answers[0], serial=next(self._serials))
         self._published[publication.version] = publication
         return publication
