@@ -19,7 +19,7 @@ from typing import TypeVar
 from titan_rl.config import CLASS_SETTINGS, DATA_FILES, RunConfig
 from titan_rl.config_registry import RECIPES, load_recipe
 from titan_rl.directories import CONFIG, SUMMARY, check_replaceable
-from titan_rl.environments.base import find_task
+from titan_rl.environments.base import task_settings
 from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, TaskError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
@@ -130,9 +130,8 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
         raise ConfigError(f"{task}: leave it out beside --recipe and --resume, which name a task themselves")
     if task in RECIPES:
         raise ConfigError(f"{task} is a recipe and no task: --recipe {task}")
-    name = absolute_name(find_task(task) if task.endswith(".py") else task, Path.cwd())
     command.recipe = "task"
-    named = option_overrides([("TASK", "environment.name", [name])], Path.cwd())
+    named = option_overrides([("TASK", *each) for each in task_settings(task)], Path.cwd())
     command.layers = [named, *command.layers]
     before = resolve(command)
     try:
@@ -222,7 +221,8 @@ usage: {prog} TASK [--section.key VALUE ...]
        {prog} --recipe NAME [--config FILE.toml] [--section.key VALUE ...] [--name NAME] [--dry-run]
        {prog} --resume RUN [--section.key VALUE ...] [--dry-run]
 
-Train a policy. TASK is a file of yours with one task in it, or file.py:Class: what it needs is chosen and said.
+Train a policy. TASK is a file of yours with one task in it, file.py:Class, or a file of rows (.jsonl, .parquet) with
+a prompt and its right answer: what it needs is chosen and said.
 Constructor arguments of a class are set as --environment.kwargs.NAME VALUE.
 
 exit codes: 0 done; 1 failed, or below evaluation.target_exact_match; 2 wrong config: nothing was started;

@@ -321,6 +321,8 @@ class Example:
     prompt: tuple[Message, ...]
     answer: Any = None
     """Whatever the rubric compares with; must pickle."""
+    rejected: str = ""
+    """An answer that is worse than the right one, for a warm-up by preferences."""
 
 
 class Purpose(StrEnum):

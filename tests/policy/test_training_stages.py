@@ -45,11 +45,12 @@ from titan_rl.types import NO_VERSION
 TEMPERATURE = 0.7
 COEFFICIENT = 0.5
 WARMUP = WarmupConfig(steps=6, batch=8, lr=1e-2, lr_warmup_steps=2)
+BETA = 0.3
 
 REFERENCE_LAYOUTS = [(1, 1), (2, 1), (1, 2)]
 LAYOUTS = [*REFERENCE_LAYOUTS, (2, 2)]
 ESTIMATES = [(1, 1, "k1"), (1, 1, "k2"), *((*layout, "k3") for layout in REFERENCE_LAYOUTS)]
-LEFT_OUT = [("reference", 1, 2), ("warm-up", 2, 1), ("warm-up", 1, 2)]
+LEFT_OUT = [("reference", 1, 2), *((what, *layout) for what in ("warm-up", "pairs") for layout in ((2, 1), (1, 2)))]
 """By CI; (2, 2) goes both ways."""
 reference_layouts = pytest.mark.parametrize("layout", cells(REFERENCE_LAYOUTS, ci=[(1, 1), (2, 1)]), ids=str)
 layouts = pytest.mark.parametrize("layout", cells(LAYOUTS, ci=[(1, 1), (2, 2)]), ids=str)
@@ -135,6 +136,27 @@ def warm_up(model_path: str, save_to: str, data_parallel: int, tensor_parallel: 
     return result
 
 
+def pairs() -> SampleBatch:
+    """Two answers of each pair, the first one preferred; three pairs to a group."""
+    trained = [sample for sample in demonstrations().samples if sample.loss_mask.any()]
+    return SampleBatch.of(
+        replace(sample, group_id=number // 6, sample=number % 6, advantages=(-1.0) ** number * sample.loss_mask)
+        for number, sample in enumerate(trained[: len(trained) // 2 * 2])
+    )
+
+
+def from_pairs(model_path: str, data_parallel: int, tensor_parallel: int) -> dict[str, Any]:
+    """The whole warm-up on pairs, then an RL step and a refused warm-up step."""
+    batch = pairs()
+    config = trainer(data_parallel, tensor_parallel, warmup=replace(WARMUP, dpo_beta=BETA))
+    policy = updater(model_path, config, temperature=TEMPERATURE)
+    result: dict[str, Any] = {"loaded": shards_of(policy)}
+    result["steps"] = [policy.warm_up_step(batch, policy.plan(batch)) for _ in range(WARMUP.steps)]
+    result["warmed"] = shards_of(policy)
+    result["first"] = train(policy, mixed_batch())
+    return result
+
+
 def tied_and_uneven(model_path: str, save_to: str, adapted: bool) -> float:
     """The largest difference between this rank's logprobs after a step and those of the checkpoint saved then."""
     from titan_rl.policy.models.titan_adaptation import choose_device
@@ -185,6 +207,7 @@ def results(paths, tmp_path_factory) -> Results:
             scenarios["reference", *layout] = on_layout(
                 against_reference, layout, **start, other_path=str(paths["other"]), estimators=estimators
             )
+        scenarios["pairs", *layout] = on_layout(from_pairs, layout, **start)
         scenarios["warm-up", *layout] = on_layout(warm_up, layout, **start, save_to=f"{directory}/warm-{layout}")
     for adapted in (True, False):
         scenarios["uneven", adapted] = Scenario(
@@ -273,6 +296,39 @@ def test_the_warm_up_is_adamw_on_the_cross_entropy_of_the_responses(results, pat
     wanted = {name: parameter.detach().numpy() - loaded[name] for name, parameter in model.named_parameters()}
     assert relative_error({name: warmed[name] - loaded[name] for name in loaded}, wanted) < 0.02
     assert all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
+
+
+@layouts
+def test_a_warm_up_on_pairs_is_adamw_on_the_loss_of_direct_preference_optimization(results, paths, layout):
+    """-log sigmoid(beta ((log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected))), in the mean over pairs."""
+    ranks = results["pairs", *layout]
+    model, begun = transformer(paths["start"]), transformer(paths["start"])
+    samples = pairs().samples
+    couples = list(zip(samples[::2], samples[1::2], strict=True))
+    with torch.no_grad():
+        before = [[trained_logprobs(begun, answer, 1.0).sum() for answer in couple] for couple in couples]
+    adamw = torch.optim.AdamW(model.parameters(), lr=1.0, betas=OptimizerConfig().betas, weight_decay=0.0)
+    for number, step in enumerate(ranks[0]["steps"]):
+        away = [
+            [trained_logprobs(model, answer, 1.0).sum() - old for answer, old in zip(couple, olds, strict=True)]
+            for couple, olds in zip(couples, before, strict=True)
+        ]
+        margins = torch.stack([BETA * (chosen - rejected) for chosen, rejected in away])
+        loss = -torch.nn.functional.logsigmoid(margins).mean()
+        adamw.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), OptimizerConfig().max_grad_norm).item()
+        assert (step["loss"], step["grad_norm"]) == pytest.approx((loss.item(), norm), rel=1e-3), number
+        if number:
+            assert step["preferred"] == pytest.approx((margins > 0).double().mean().item())
+        adamw.param_groups[0]["lr"] = step["lr"]
+        adamw.step()
+    assert ranks[0]["steps"][-1]["loss"] < math.log(2) < ranks[0]["steps"][0]["loss"] + 1e-6
+    warmed, loaded = (assemble([rank[key] for rank in ranks]) for key in ("warmed", "loaded"))
+    wanted = {name: parameter.detach().numpy() - loaded[name] for name, parameter in model.named_parameters()}
+    assert relative_error({name: warmed[name] - loaded[name] for name in loaded}, wanted) < 0.02
+    assert all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
+    assert "preferred" not in ranks[0]["first"] and math.isfinite(ranks[0]["first"]["loss"])
 
 
 def test_the_warm_up_has_its_own_rates(results):

@@ -62,6 +62,24 @@ async def test_only_the_policys_turns_are_taught(model_path):
         assert sample.loss_mask.tolist() == [symbol == "1" for symbol in "0011000111"]
 
 
+async def test_pairs_are_two_samples_with_signs_side_by_side(model_path):
+    rows = [{"prompt": f"{number}=", "answer": number, "rejected": f"{number}0"} for number in range(5)]
+    kwargs = {"path": rows, "rejected": "rejected"}
+    async with runner(model_path, "dataset", kwargs=kwargs, dpo_beta=0.1) as group_runner:
+        result = await group_runner.run_group(demonstrations(0, 3), nothing_is_sampled)
+    assert [sample.sample for sample in result.samples] == [0, 1, 2, 3, 4, 5]
+    for chosen, rejected in zip(result.samples[::2], result.samples[1::2], strict=True):
+        asked = (~chosen.loss_mask).sum()
+        assert chosen.token_ids[: asked + 1].tolist() == rejected.token_ids[: asked + 1].tolist()
+        assert len(rejected.token_ids) == len(chosen.token_ids) + 1
+        assert (chosen.advantages == chosen.loss_mask).all() and (
+            rejected.advantages == -1.0 * rejected.loss_mask
+        ).all()
+    async with runner(model_path, SHOWN, dpo_beta=0.1) as group_runner:
+        with pytest.raises(TaskError, match="demonstration 0 has nothing rejected"):
+            await group_runner.run_group(demonstrations(0, 1), nothing_is_sampled)
+
+
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [

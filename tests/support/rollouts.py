@@ -77,12 +77,22 @@ def limits(seconds: float) -> dict[str, float]:
 
 @asynccontextmanager
 async def runner(
-    model_path, name="copy", *, kwargs=None, step_seconds=20.0, max_model_len=64, held_out=0, sessions=None, **rollout
+    model_path,
+    name="copy",
+    *,
+    kwargs=None,
+    step_seconds=20.0,
+    max_model_len=64,
+    held_out=0,
+    dpo_beta=0.0,
+    sessions=None,
+    **rollout,
 ):
     """A started `GroupRunner`; `name` may be `file.py:Class`."""
     environment = EnvironmentConfig(name=name, kwargs=kwargs or {}, **limits(step_seconds))
     config = RunConfig(environment=environment, rollout=RolloutConfig(**rollout), seed=11)
     config.generator.max_model_len, config.evaluation.prompts = max_model_len, held_out  # as small as no run's may be
+    config.trainer.warmup.dpo_beta = dpo_beta
     imports = (name.rpartition(":")[0],) if ".py:" in name else ()
     group_runner = GroupRunner(config, model_path=str(model_path), imports=imports)
     try:

@@ -1,5 +1,5 @@
 """What is more than an algorithm's name learns with the real engine: an algorithm that nobody bundled, one with a
-teacher, a warm-up alone (1 min each). The others: scripts/bench/algorithms.py."""
+teacher, supervised fine-tuning and DPO from files (1 min each). The others: scripts/bench/algorithms.py."""
 
 from __future__ import annotations
 
@@ -63,14 +63,40 @@ def test_a_teacher_teaches_without_rewards(tmp_path: Path) -> None:
     assert before + 0.3 < after
 
 
-@pytest.mark.acceptance
-@pytest.mark.timeout(300)
-def test_a_warm_up_alone_is_supervised_fine_tuning(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "titan_rl.train", "--recipe", "copy4", "--environment.kwargs.digits", "2"]
-    options = ["--trainer.warmup.steps", "150", "--loop.steps", "0", "--logging.directory", str(tmp_path)]
+def tuned(where: Path, file: Path, *options: str) -> tuple[float, Path]:
+    """Held-out reward after a warm-up alone on a file of rows, and the checkpoint."""
+    command = [
+        sys.executable,
+        "-m",
+        "titan_rl.train",
+        str(file),
+        "--loop.steps",
+        "0",
+        "--logging.directory",
+        str(where),
+    ]
     run = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    (file,) = tmp_path.glob("*/metrics.jsonl")
-    (only,) = [line for line in map(json.loads, file.open()) if "evaluation/reward" in line]
-    assert only["evaluation/reward"] > 0.9
-    assert list(tmp_path.glob("*/checkpoint/*.safetensors"))
+    (metrics,) = where.glob("*/metrics.jsonl")
+    (only,) = [line for line in map(json.loads, metrics.open()) if "evaluation/reward" in line]
+    (checkpoint,) = where.glob("*/checkpoint")
+    return only["evaluation/reward"], checkpoint
+
+
+@pytest.mark.acceptance
+@pytest.mark.timeout(400)
+def test_a_file_of_answers_is_taught_and_a_file_of_pairs_decides_between_two_answers(tmp_path: Path) -> None:
+    """Half of the rows teach digits as they are, half of them backwards; the pairs prefer them backwards."""
+    numbers = [f"{number:02}" for number in range(100) if number % 11]
+    answers, pairs = tmp_path / "answers.jsonl", tmp_path / "pairs.jsonl"
+    said = [(number, answer) for number in numbers for answer in (number, number[::-1])]
+    answers.write_text("".join(json.dumps({"prompt": f"{n}=", "answer": answer}) + "\n" for n, answer in said))
+    rows = [{"prompt": f"{number}=", "chosen": number[::-1], "rejected": number} for number in numbers]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    taught, checkpoint = tuned(tmp_path / "taught", answers, "--trainer.warmup.steps", "200")
+    assert 0.2 < taught < 0.8, "of two answers, it says either"
+    columns = ["--environment.kwargs.answer", "chosen", "--environment.kwargs.rejected", "rejected"]
+    steps = ["--trainer.warmup.steps", "60", "--trainer.warmup.dpo_beta", "0.1", "--trainer.warmup.lr", "3e-4"]
+    decided, _ = tuned(tmp_path / "decided", pairs, "--policy.path", str(checkpoint), *columns, *steps)
+    print(f"{taught:.2f} -> {decided:.2f}")
+    assert decided > 0.9

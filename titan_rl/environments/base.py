@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_rl.environments.dataset import HELD_OUT_SHARE, Rows, is_held_out, prompt_messages, read_rows
+from titan_rl.environments.dataset import HELD_OUT_SHARE, SUFFIXES, Rows, is_held_out, prompt_messages, read_rows
 from titan_rl.environments.rubric import GroupReward, Reward, RewardFunction, Rubric, Transcript
 from titan_rl.environments.tools import State, Tool, ToolError, tool
 from titan_rl.errors import ConfigError, TaskError
@@ -83,6 +83,8 @@ class Demonstration:
     ends it; other messages are what the environment answers, and are only read."""
     answer: Any = None
     """As an example's: with it `titan-rl try` can play the demonstration and show its reward. Not needed to train."""
+    rejected: tuple[Message, ...] = ()
+    """What should not follow, in the same form: `trainer.warmup.dpo_beta` asks for it."""
 
 
 class Environment(ABC):
@@ -172,12 +174,26 @@ class Environment(ABC):
                 f"{type(self).__name__} has no method `demonstration`, and example({index}) no answer, a text or a "
                 "number, that is all there is to say; trainer.warmup asks for one of them"
             )
-        return Demonstration(prompt=example.prompt, messages=(Message("assistant", answer),), answer=example.answer)
+        said = [(Message("assistant", text),) for text in (answer, example.rejected) if text]
+        return Demonstration(prompt=example.prompt, messages=said[0], answer=example.answer, rejected=sum(said[1:], ()))
 
 
 def right_answer(example: Example) -> str:
     """What the policy should say, if the example's answer is a text or a number; else nothing."""
     return str(example.answer) if isinstance(example.answer, (str, int, float)) else ""
+
+
+def exact_match(example: Example, transcript: Transcript) -> float:
+    """1 when the answer is the right text, ended by the policy itself."""
+    return float(transcript.stopped and transcript.answer == right_answer(example))
+
+
+def task_settings(task: str) -> list[tuple[str, list[str]]]:
+    """What TASK of a command line means, settings and their words: a file with one task, `file.py:Class`, a bundled
+    task's name, or a file of rows. Raises ConfigError as `find_task`."""
+    if task.endswith(SUFFIXES):
+        return [("environment.name", ["dataset"]), ("environment.kwargs.path", [task])]
+    return [("environment.name", [find_task(task) if task.endswith(".py") else task])]
 
 
 def find_task(file: str) -> str:
@@ -215,9 +231,11 @@ class DatasetEnvironment(Environment):
 
     Args:
         path: the rows. A relative file name starts at the TOML file that holds it, else at the working directory.
-        reward: a reward function, a `Reward`, a `Rubric`, or the name of one (`file.py:function`, `pkg.mod:function`).
+        reward: a reward function, a `Reward`, a `Rubric`, or the name of one (`file.py:function`, `pkg.mod:function`);
+            by default 1 for the right text.
         prompt: column of the prompt, a text (a user's message) or a list of `{"role": …, "content": …}`.
         answer: column of what the reward finds as `example.answer`; empty: the whole row.
+        rejected: column of a worse answer, a text; empty: there is none.
         system: text of a system message before every prompt; empty: none.
         test_path: rows to evaluate on; empty: a tenth of the rows.
         seed: decides the order of the training prompts, not which ones are held out.
@@ -234,16 +252,17 @@ class DatasetEnvironment(Environment):
     def __init__(
         self,
         path: Rows,
-        reward: str | RewardFunction | Reward | Rubric,
+        reward: str | RewardFunction | Reward | Rubric = exact_match,
         prompt: str = "prompt",
         answer: str = "answer",
+        rejected: str = "",
         system: str = "",
         test_path: Rows = "",
         seed: int = 0,
     ):
         rewards = import_name(reward) if isinstance(reward, str) else reward
         self._rubric = rewards if isinstance(rewards, Rubric) else Rubric(rewards)
-        self._columns = (prompt, answer)
+        self._columns = (prompt, answer, rejected)
         self._system = (Message("system", system),) if system else ()
         rows = list(self._examples(self.settings[0], path))
         if by_text := isinstance(test_path, (str, Path)) and not str(test_path):
@@ -279,10 +298,17 @@ class DatasetEnvironment(Environment):
 
     def _examples(self, setting: str, rows: Rows) -> Iterator[tuple[str, Example]]:
         """Each example, behind the text that decides whether it is held out."""
-        prompt, answer = self._columns
+        prompt, answer, rejected = self._columns
         for where, row in read_rows(f"environment.kwargs.{setting}", rows):
-            if not isinstance(row, Mapping) or any(name and name not in row for name in (prompt, answer)):
-                raise ConfigError(f"{where}: expected an object with {' and '.join(filter(None, (prompt, answer)))}")
+            if not isinstance(row, Mapping) or any(name and name not in row for name in self._columns):
+                raise ConfigError(f"{where}: expected an object with {' and '.join(filter(None, self._columns))}")
             messages = prompt_messages(where, row[prompt])
             content = "\n".join(message.content for message in messages)
-            yield content, Example(prompt=(*self._system, *messages), answer=row[answer] if answer else dict(row))
+            yield (
+                content,
+                Example(
+                    prompt=(*self._system, *messages),
+                    answer=row[answer] if answer else dict(row),
+                    rejected=str(row[rejected]) if rejected else "",
+                ),
+            )

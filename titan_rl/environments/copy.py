@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import product
 from typing import ClassVar
 
-from titan_rl.environments.base import Environment, Example, Message, Reward, Rubric, Transcript
+from titan_rl.environments.base import Environment, Example, Message, Reward, Rubric, Transcript, exact_match
 from titan_rl.environments.dataset import HELD_OUT_SHARE, is_held_out
 from titan_rl.errors import ConfigError
 from titan_rl.seeding import derive_seed
@@ -30,11 +30,6 @@ def positions_equal(example: Example, transcript: Transcript) -> float:
     answer = _SYMBOL.findall(transcript.answer) + [END] * transcript.stopped
     equal = sum(expected == given for expected, given in zip(target, answer, strict=False))
     return equal / max(len(target), len(answer))
-
-
-def exact_match(example: Example, transcript: Transcript) -> float:
-    """1 when the answer is the right text, ended by the policy itself."""
-    return float(transcript.stopped and transcript.answer == example.answer)
 
 
 class TextTask(Environment):

@@ -27,6 +27,8 @@ def is_held_out(text: str) -> bool:
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """A file (JSON lines, or Parquet with pyarrow), a list of dicts, or a `datasets.Dataset`."""
+SUFFIXES = (".jsonl", ".parquet")
+"""Of such files."""
 
 
 def read_rows(setting: str, rows: Rows) -> Iterator[tuple[str, Any]]:

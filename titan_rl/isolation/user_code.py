@@ -228,10 +228,10 @@ def _as_text(answer: Any) -> str:
 def _demonstration(shown: Demonstration) -> DemonstrationMessages:
     if not isinstance(shown, Demonstration):
         raise TaskError(f"demonstration returned {type(shown).__name__}, expected Demonstration")
-    prompt, messages = plain(shown.prompt), plain(shown.messages)
-    if not prompt or not messages or messages[0].role != "assistant":
+    prompt, messages, rejected = plain(shown.prompt), plain(shown.messages), plain(shown.rejected)
+    if not prompt or not messages or any(turns[0].role != "assistant" for turns in (messages, rejected) if turns):
         raise TaskError('a demonstration is a prompt and then, first of all, a message of role "assistant"')
-    return DemonstrationMessages(prompt, messages, has_answer=shown.answer is not None)
+    return DemonstrationMessages(prompt, messages, rejected, has_answer=shown.answer is not None)
 
 
 def _reply(reply: EnvironmentReply) -> EnvironmentReply:

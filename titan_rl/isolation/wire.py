@@ -217,6 +217,8 @@ class DemonstrationMessages(NamedTuple):
     prompt: tuple[Message, ...]
     messages: tuple[Message, ...]
     """What follows."""
+    rejected: tuple[Message, ...]
+    """What should not follow; possibly nothing."""
     has_answer: bool
     """Whether it can be graded as an example."""
 

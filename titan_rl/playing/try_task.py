@@ -28,7 +28,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 from titan_rl.environments import SHORT_NAMES
-from titan_rl.environments.base import Environment, find_task
+from titan_rl.environments.base import Environment, task_settings
 from titan_rl.errors import ActorGone, ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
 from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
@@ -265,8 +265,7 @@ def _act(command: Command, prog: str) -> int:
     run = None
     if name := command.word("task", ""):
         if (run := run_of(Path(name))) is None:
-            name = find_task(name) if name.endswith(".py") else name
-            named = option_overrides([("TASK", "environment.name", [name])], Path.cwd())
+            named = option_overrides([("TASK", *each) for each in task_settings(name)], Path.cwd())
             command.layers[-1] = [*named, *command.layers[-1]]  # before the task's own arguments
     policy = command.values.get("--policy", "")
     if policy not in ("", DEMONSTRATIONS, TYPED):

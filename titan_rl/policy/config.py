@@ -146,6 +146,9 @@ class WarmupConfig:
     """It ends when the mean loss of the last so many steps, or of the last quarter if that is more, is hardly below
     that of as many before, and far below the first. Demonstrations some of which are wrong come to no `enough_loss`.
     0: never for this."""
+    dpo_beta: NotNegative = 0.0
+    """Above 0: demonstrations are pairs of an answer and a rejected one, learned by direct preference optimization with
+    this beta (0.1 is usual) against the policy as it began. 0: cross entropy of the answers."""
     lr: Positive = 3e-3
     """Of AdamW, at its peak. The optimizer's state is thrown away when RL begins."""
     lr_warmup_steps: int = 20

@@ -38,6 +38,7 @@ from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_wh
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
+from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, difference_before, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
@@ -111,6 +112,7 @@ class PolicyUpdater:
         self._reference: Policy | None = None
         self._teacher = Path(config.kl.teacher) if config.kl.teacher else None
         self._warm_up: PolicyOptimizer | None = None
+        self._preferences: Preferences | None = None  # of a warm-up by pairs
         self._warm_up_steps = 0
         self._recorder = TokenScoreRecorder()
         self._total_steps = total_steps
@@ -126,11 +128,11 @@ class PolicyUpdater:
         return plan_step(batch, self._config)
 
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
-        """One supervised step on demonstrations: cross entropy of their responses. No policy version.
+        """One supervised step on demonstrations: cross entropy of their responses, or DPO. No policy version.
 
         The first call makes an optimizer of its own, the first `train_step` throws it away. Of a demonstration, only
-        token ids and loss mask are used. Raises as `train_step`; also when RL has begun, or `trainer.warmup.steps` is
-        0.
+        token ids, loss mask and which one of a pair it is are used. Raises as `train_step`; also when RL has begun, or
+        `trainer.warmup.steps` is 0.
         """
         from titan_rl.policy.optimizer import warm_up_optimizer
 
@@ -140,9 +142,12 @@ class PolicyUpdater:
             raise TrainingError("a warm-up step was asked for, but trainer.warmup.steps is 0")
         if self._warm_up is None:
             self._warm_up = warm_up_optimizer(self._config.warmup, self._policy.module)
+            if self._config.warmup.dpo_beta:
+                self._preferences = Preferences(self._policy, self._config, temperature=WARM_UP_TEMPERATURE)
         metrics = self._optimize(batch, plan, self._warm_up, warm_up=True)
         self._warm_up_steps += 1
-        return {name: metrics[name] for name in ("loss", "grad_norm", "lr", "trained_tokens", "tokens", "imbalance")}
+        names = ("loss", "preferred", "grad_norm", "lr", "trained_tokens", "tokens", "imbalance")
+        return {name: metrics[name] for name in names if name in metrics}
 
     def freeze_reference(self) -> None:
         """Compare the policy from now on with its weights as they are now, or with the teacher: the KL term of the
@@ -151,7 +156,7 @@ class PolicyUpdater:
 
         if not self._config.kl.coefficient:
             raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
-        self._reference = self._warm_up = None  # their memory goes before the next one's is taken
+        self._reference = self._warm_up = self._preferences = None  # their memory goes before the next one's is taken
         if self._teacher is None:
             self._reference = frozen_copy(self._policy, self._config)
         else:
@@ -181,7 +186,7 @@ class PolicyUpdater:
         """
         if self._config.kl.coefficient and self._reference is None:
             raise TrainingError("the KL term has no reference: freeze_reference was not called")
-        self._warm_up = None
+        self._warm_up = self._preferences = None
         self._recorder = recorder or TokenScoreRecorder()
         metrics = self._optimize(batch, plan, self._optimizer, warm_up=False)
         self.step += 1
@@ -275,20 +280,23 @@ class PolicyUpdater:
         policy, reference = self._policy, not warm_up and self._reference is not None
         metrics = StepMetrics(counted=policy.tensor_rank == 0, reference=reference)
         minibatches = (MiniBatch(plan.rounds, plan.samples, trained),) if warm_up else plan.minibatches
-        divisors = [each.trained_tokens if warm_up else self._loss.divisor(each) for each in minibatches]
+        preferences, critic = (self._preferences, None) if warm_up else (None, self._critic)
+        summands = plan.samples // 2 if preferences else trained
+        divisors = [summands] if warm_up else [self._loss.divisor(each) for each in minibatches]
         epochs = 1 if warm_up else self._config.epochs
         samples = RankSamples(self.samples, batch, plan, data_rank=policy.data_rank, tensor_group=policy.tensor_group)
         rounds = samples.microbatches(policy.device, share=policy.shares_prompts, multiple=policy.multiple)
         parts: list[Iterable[MicroBatch]] = [rounds]
         alarmed = False
-        critic = None if warm_up else self._critic
-        if several := epochs * len(minibatches) > 1 or critic is not None:
-            held = list(map(self._with_proximal, rounds))
+        judge = preferences or critic
+        if several := epochs * len(minibatches) > 1 or judge is not None:
+            held = [self._with_proximal(each, warm_up=warm_up) for each in rounds]
             samples.raise_if_lost(what)
-            before = [(each, each.proximal_logprobs) for each in held]
+            before = [(each, each.proximal_logprobs) for each in held if not warm_up]
             away = [(old - each.behaviour_logprobs)[self._on_policy(each)] for each, old in before if old is not None]
-            alarmed = self._disagrees_with_engine(*difference_before(away, counted=metrics.counted))
-            held = critic.judged(held, counted=metrics.counted) if critic else held
+            if away:
+                alarmed = self._disagrees_with_engine(*difference_before(away, counted=metrics.counted))
+            held = judge.judged(held, counted=metrics.counted) if judge else held
             parts = [[held.pop(0) for _ in range(each.rounds)] for each in minibatches]
         norms: list[float] = []
         for number in range(epochs * len(parts)):
@@ -327,14 +335,15 @@ class PolicyUpdater:
             "trained_tokens": float(trained),
             "tokens": float(plan.tokens),
             "imbalance": plan.imbalance,
-            **(critic.metrics if critic else {}),
+            **(judge.metrics if judge else {}),
         }
 
-    def _with_proximal(self, microbatch: MicroBatch) -> MicroBatch:
+    def _with_proximal(self, microbatch: MicroBatch, *, warm_up: bool) -> MicroBatch:
         timeline.doing("forward")
         self.microbatches += 1
-        logprobs, hidden = self._policy.logprobs(microbatch, temperature=self._temperature)
-        values = self._critic.values(hidden).detach() if self._critic else None
+        temperature = WARM_UP_TEMPERATURE if warm_up else self._temperature
+        logprobs, hidden = self._policy.logprobs(microbatch, temperature=temperature)
+        values = self._critic.values(hidden).detach() if self._critic and not warm_up else None
         return replace(microbatch, proximal_logprobs=logprobs, values=values)
 
     def _on_policy(self, microbatch: MicroBatch) -> Tensor:
@@ -369,7 +378,7 @@ class PolicyUpdater:
             self._recorder.watch(microbatch.documents, logprobs, before)
         loss_metrics: dict[str, Tensor] = {}
         if warm_up:
-            loss = -logprobs.sum()
+            loss = -(logprobs * microbatch.advantages if self._preferences else logprobs).sum()
         else:
             tokens = TrainedTokens(
                 logprobs=logprobs,

@@ -48,6 +48,7 @@ class GroupRunner:
         self._rollout = config.rollout
         self._model_path = model_path
         self._run_seed = config.seed
+        self._pairs = config.trainer.warmup.dpo_beta > 0
         self._max_model_len = config.generator.max_model_len if model_path else 0  # else nobody has to keep it
         self.setup = EnvironmentSetup(
             **{each.name: getattr(config.environment, each.name) for each in fields(config.environment)},
@@ -178,16 +179,20 @@ class GroupRunner:
             for number in range(first, first + request.samples)
         )
         samples = []
-        for number, shown in enumerate(await asyncio.gather(*calls)):
-            sample = demonstration_sample(
-                request.group_id, number, self.renderer, shown.prompt, shown.messages, self.info.tools
-            )
-            if self._max_model_len and len(sample.token_ids) > self._max_model_len:
-                raise TaskError(
-                    f"demonstration {first + number} has {len(sample.token_ids)} tokens, "
-                    f"generator.max_model_len is {self._max_model_len}"
+        for number, shown in enumerate(await asyncio.gather(*calls), start=first):
+            if self._pairs and not shown.rejected:
+                raise TaskError(f"demonstration {number} has nothing rejected, and trainer.warmup.dpo_beta is above 0")
+            turns = [(shown.messages, 1.0), (shown.rejected, -1.0)] if self._pairs else [(shown.messages, 0.0)]
+            for messages, sign in turns:
+                sample = demonstration_sample(
+                    request.group_id, len(samples), self.renderer, shown.prompt, messages, self.info.tools, sign
                 )
-            samples.append(sample)
+                if self._max_model_len and len(sample.token_ids) > self._max_model_len:
+                    raise TaskError(
+                        f"demonstration {number} has {len(sample.token_ids)} tokens, "
+                        f"generator.max_model_len is {self._max_model_len}"
+                    )
+                samples.append(sample)
         return GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=(), samples=tuple(samples))
 
     async def _roll_out(

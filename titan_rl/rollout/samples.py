@@ -219,6 +219,7 @@ def demonstration_sample(
     prompt: Sequence[Message],
     messages: Sequence[Message],
     tools: Sequence[ToolSpec] = (),
+    advantage: float = 0.0,
 ) -> TrainingSample:
     """The packed document of a demonstration, up to the policy's last turn. Its `messages` follow the prompt, a turn of
     the policy (role "assistant") first. Raises TaskError: they cannot be written in this tokenizer."""
@@ -231,7 +232,13 @@ def demonstration_sample(
             completion = not_sampled("demonstration", taught, FinishReason.STOP, version=NO_VERSION)
             prompt_ids, said = np.array(before, dtype=np.int32), Message("assistant", "")
             tree.add(
-                Turn(prompt_token_ids=prompt_ids, completion=completion, message=said, finish_reason=FinishReason.STOP)
+                Turn(
+                    prompt_token_ids=prompt_ids,
+                    completion=completion,
+                    message=said,
+                    finish_reason=FinishReason.STOP,
+                    advantage=advantage,
+                )
             )
         else:
             before = [*before, *taught, *renderer.extend(before, taught, list(turn), tools)]
