@@ -154,6 +154,12 @@ class Environment(ABC):
         process."""
         return None
 
+    def clean_up(self, example: Example, transcript: Transcript) -> None | Awaitable[None]:
+        """Free what a rollout's state names, such as a server that a tool has started; plain or `async def`. Called
+        once for every rollout that has a state, when it is graded, has failed or was given up. It is not called where
+        its rollout worker dies: what must be freed even then needs an expiry of its own. One that raises fails its
+        rollout."""
+
     def tools(self) -> Sequence[Tool]:
         """What the policy may call. Asked for once per process. Calls are answered until a turn makes none, or
         `rollout.max_turns` is reached: the calls of the last turn are not made."""

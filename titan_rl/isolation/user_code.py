@@ -69,6 +69,7 @@ class UserCode:
             CallKind.CALL_TOOLS: self._tools.asynchronous,
             CallKind.SCORE: self._rubric.asynchronous,
             CallKind.SCORE_GROUP: self._rubric.group_asynchronous,
+            CallKind.CLEAN_UP: is_asynchronous(environment.clean_up),
         }
         self.info = TaskInfo(
             size=self._examples.size,
@@ -77,6 +78,7 @@ class UserCode:
             tools=self._tools.specs,
             scores_groups=bool(self._rubric.group_rewards),
             plays=type(environment).play is not Environment.play,
+            cleans_up=type(environment).clean_up is not Environment.clean_up,
             asynchronous=frozenset(kind for kind, is_so in asynchronous.items() if is_so),
         )
 
@@ -171,6 +173,9 @@ class UserCode:
         transcript = self._transcript(call.conversation, example)
         if call.kind is CallKind.SCORE:
             return tuple(await self._rubric.score_async(example, transcript))
+        if call.kind is CallKind.CLEAN_UP:
+            done = self._environment.clean_up(example, transcript)
+            return await done if inspect.isawaitable(done) else None
         reply = self._environment.respond(example, transcript)
         return _reply(await reply if inspect.isawaitable(reply) else reply)
 

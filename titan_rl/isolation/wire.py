@@ -177,6 +177,8 @@ class CallKind(StrEnum):
     """→ TaskCheck, with the first `prompt_index` training prompts."""
     DEMONSTRATE = "demonstrate"
     """→ `DemonstrationMessages`. `prompt_index` is the demonstration's number."""
+    CLEAN_UP = "clean-up"
+    """→ None."""
     PLAY = "play"
     """→ the program's pickled state; None if it returned None."""
 
@@ -200,6 +202,8 @@ class TaskInfo(NamedTuple):
     """Whether the rubric has group rewards, so that `SCORE_GROUP` must be called."""
     plays: bool = False
     """Whether the environment defines `play`, so that its program plays the rollouts."""
+    cleans_up: bool = False
+    """Whether the environment defines `clean_up`, so that `CLEAN_UP` must be called."""
     asynchronous: frozenset[CallKind] = frozenset()
     """Kinds of calls that run `async def` functions, many at a time in one process."""
 
@@ -288,6 +292,7 @@ VALUES = {
     CallKind.SCORE_GROUP: reader(tuple[_Score, ...]),
     CallKind.CHECK: reader(TaskCheck),
     CallKind.DEMONSTRATE: reader(DemonstrationMessages),
+    CallKind.CLEAN_UP: reader(None),
     CallKind.PLAY: reader(bytes | None),
 }
 

@@ -5,6 +5,7 @@
   one rollout failed and `rollout.on_error` is "fail_group", the group has no training samples.
 - Groups and rollouts run concurrently; their calls to user code are answered in lists (`UserCodePool`).
 - If a generator fails, the whole group fails and its other rollouts are cancelled.
+- However a rollout ended, it is cleaned up once, after the group is graded.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import fields
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -32,6 +34,9 @@ from titan_rl.rollout.rollouter import Generate, OpenRollout, Programs, Rolloute
 from titan_rl.rollout.samples import demonstration_sample, training_samples
 from titan_rl.rollout.trajectory import Prompt, Trajectory, first_prompt
 from titan_rl.types import GroupRequest, Purpose, TrainingSample
+
+CLEAN_UP_SECONDS = 5.0
+"""How long the end of a worker waits for rollouts that are cleaned up."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +70,7 @@ class GroupRunner:
         self.renderer: Renderer
         self._rollouter: Rollouter
         self._restarts_reported = 0
+        self._cleaning: set[asyncio.Future[list[Any]]] = set()
         self._advantages = import_name(config.rollout.advantage.name, short_names("advantages"))
 
     async def start(
@@ -101,7 +107,9 @@ class GroupRunner:
         return info
 
     async def close(self) -> None:
-        """End all user code; groups still running fail."""
+        """End all user code; groups still running fail, and rollouts that were given up are cleaned up before."""
+        if self._cleaning:
+            await asyncio.wait(self._cleaning, timeout=CLEAN_UP_SECONDS)
         await self.pool.close()
         if self.programs is not None:
             await self.programs.close()
@@ -134,6 +142,23 @@ class GroupRunner:
             for sample in range(request.samples)
         ]
         try:
+            rollouts = await self._play_all(request, generate, opened)
+        finally:  # a group that is given up does not wait
+            cleaning = asyncio.gather(*(each.clean_up() for each in opened if info.cleans_up), return_exceptions=True)
+            self._cleaning.add(cleaning)
+            cleaning.add_done_callback(self._cleaning.discard)
+        for number, error in enumerate(await asyncio.shield(cleaning)):
+            if isinstance(error, TaskError) and not rollouts[number].error:
+                rollouts[number] = opened[number].failed(error)
+            elif error is not None and not isinstance(error, TaskError):
+                raise error
+        return await self._result(request, tuple(rollouts), opened, example)
+
+    async def _play_all(
+        self, request: GroupRequest, generate: Generate, opened: Sequence[OpenRollout]
+    ) -> list[RolloutRecord]:
+        """The graded rollouts of a group."""
+        try:
             async with asyncio.TaskGroup() as tasks:
                 playing = [
                     tasks.create_task(self._roll_out(request, sample, generate, rollout))
@@ -143,14 +168,12 @@ class GroupRunner:
             raise failures.exceptions[0] from failures
         if any(task.cancelled() for task in playing):  # raised inside `generate`; not to be taken for our own
             raise GeneratorFailed(f"generation for {request.purpose} group {request.group_id} was cancelled")
-        rollouts = tuple(task.result() for task in playing)
-        if info.scores_groups:
-            rollouts = await self._compare(request, rollouts, opened)
-        return await self._result(request, rollouts, opened, example)
+        rollouts = [task.result() for task in playing]
+        return await self._compare(request, rollouts, opened) if self.info.scores_groups else rollouts
 
     async def _compare(
-        self, request: GroupRequest, rollouts: tuple[RolloutRecord, ...], opened: Sequence[OpenRollout]
-    ) -> tuple[RolloutRecord, ...]:
+        self, request: GroupRequest, rollouts: list[RolloutRecord], opened: Sequence[OpenRollout]
+    ) -> list[RolloutRecord]:
         """Add the group rewards to the graded rollouts."""
         graded = {
             rollout.sample: each.scored
@@ -170,7 +193,7 @@ class GroupRunner:
                 sample: {"reward": before[sample].reward + reward, "reward_parts": before[sample].reward_parts | parts}
                 for sample, (reward, parts) in zip(graded, scores, strict=True)
             }
-        return tuple(msgspec.structs.replace(rollout, **changes.get(rollout.sample, {})) for rollout in rollouts)
+        return [msgspec.structs.replace(rollout, **changes.get(rollout.sample, {})) for rollout in rollouts]
 
     async def _demonstrate(self, request: GroupRequest) -> GroupResult:
         first = request.group_id * request.samples

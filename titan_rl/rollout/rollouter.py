@@ -240,6 +240,11 @@ class OpenRollout:
             parts = {EXACT_MATCH: float(reward >= 1.0)} | parts | {TURNS: sum(turns)}
         return Score(reward + sum(turns), parts)
 
+    async def clean_up(self) -> None:
+        """Let the environment free what the state names, if there is one. Raises TaskError if user code failed."""
+        if self._state is not None:
+            await self._call(CallKind.CLEAN_UP)
+
     def ended(self, reason: StopReason, *, score: Score) -> RolloutRecord:
         """The record of the finished rollout: how it ended."""
         return self._record(stop_reason=reason, reward=score.reward, reward_parts=score.parts)

@@ -1,5 +1,8 @@
 """Tasks that give rewards to turns, or turns to roles; named by tests as `turns.py:Class`."""
 
+import uuid
+from pathlib import Path
+
 from titan_rl.environments.base import Environment, EnvironmentReply, Example, Message, Rubric, tool
 
 
@@ -55,3 +58,25 @@ class Summing(Rewarded):
             summary = Message("user", f"{transcript.answer}+")
             return EnvironmentReply(messages=(summary,), anew=True, role="helper", reward=1.0)
         return EnvironmentReply(done=True, role="writer")
+
+
+class Leasing(Rewarded):
+    """Its first answer leaves a file, which the state names; cleaning up removes it. A rollout that said 9 keeps it
+    and raises; one that begins with 0 has no state."""
+
+    def __init__(self, directory: str):
+        super().__init__()
+        self._directory = Path(directory)
+
+    def respond(self, example, transcript):
+        if transcript.answer == "0":
+            return EnvironmentReply(done=True)
+        lease = transcript.state or self._directory / uuid.uuid4().hex
+        lease.touch()
+        done = len(transcript.finish_reasons) == 2
+        return EnvironmentReply(messages=(Message("user", "8="),), state=lease, done=done)
+
+    async def clean_up(self, example, transcript):
+        if transcript.answer == "9":
+            raise RuntimeError("the lease is stuck")
+        transcript.state.unlink()
