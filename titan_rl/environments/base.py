@@ -159,6 +159,7 @@ class Environment(ABC):
         once for every rollout that has a state, when it is graded, has failed or was given up. It is not called where
         its rollout worker dies: what must be freed even then needs an expiry of its own. One that raises fails its
         rollout."""
+        return None
 
     def tools(self) -> Sequence[Tool]:
         """What the policy may call. Asked for once per process. Calls are answered until a turn makes none, or
