@@ -4,6 +4,7 @@ from support.rollouts import TASKS, Lines, ScriptedPolicy, play, request, runner
 
 from titan_rl.rollout.config import AdvantageConfig
 from titan_rl.types import Message
+from titan_rl.view.conversation import draw_end
 
 TURNS = TASKS / "turns.py"
 
@@ -23,6 +24,8 @@ async def test_the_rewards_of_turns_are_added_to_the_grade_and_reach_the_algorit
     assert [turn.advantage for turn in result.trajectories[0].turns] == [0, 2, 2]
     record = result.describe(rollout, group_runner.renderer.decode, count=2)
     assert [(turn.role, turn.reward) for turn in record.turns] == [("", None), ("", 2), ("", 2)]
+    assert draw_end(record).plain.endswith("turns: –, 2, 2")
+    assert {*record.branches[0].advantages} == {None, 0.0, 2.0}, "the tokens of the last two turns have more"
 
 
 async def test_a_turns_reward_that_is_no_number_costs_the_rollout(model_path):
@@ -47,6 +50,7 @@ async def test_a_view_that_begins_anew_is_a_branch_and_calls_of_tools_belong_to_
         ("helper", 1),
         ("writer", None),
     ]
+    assert result.describe(rollout, str, count=1).branches[0].advantages is None, "all have the rollout's"
     texts = [text_of(calling_path, sample.token_ids) for sample in result.samples]
     assert texts == ["7=<tool>12</tool><result>2</result>34$", "34+5$"]
     assert trajectory.messages == [Message("user", "34+"), Message("assistant", "5")]

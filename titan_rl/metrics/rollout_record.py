@@ -74,6 +74,8 @@ class BranchRecord(msgspec.Struct, frozen=True):
     weights: list[int | float | None] | None = None  # 0 where not trained
     versions: list[str] | None = None
     """Of the policy that sampled the token; empty where none did."""
+    advantages: list[float | None] | None = None
+    """None: all trained tokens have the rollout's."""
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -301,6 +301,7 @@ def _plain(arguments: Any) -> Any:
 def _branch(tokens: TrainingSample, decode: Callable[[Sequence[int]], str]) -> BranchRecord:
     trained, ids = tokens.loss_mask.tolist(), tokens.token_ids.tolist()
     logprobs, versions = shortest(tokens.logprobs), tokens.versions.tolist()
+    advantages = shortest(tokens.advantages) if len({*tokens.advantages[tokens.loss_mask].tolist()}) > 1 else None
     return BranchRecord(
         sample=tokens.sample,
         token_ids=ids,
@@ -310,6 +311,7 @@ def _branch(tokens: TrainingSample, decode: Callable[[Sequence[int]], str]) -> B
         versions=[
             str(PolicyVersion.decode(version)) if each else "" for each, version in zip(trained, versions, strict=True)
         ],
+        advantages=advantages and [value if each else None for each, value in zip(trained, advantages, strict=True)],
     )
 
 

@@ -81,7 +81,15 @@ def draw_end(record: RolloutRecord) -> Text:
         f"  ({parts})" if parts else "",
         (f"  {stopped}", "dim"),
         ("" if record.exact_match >= 1 else wanted, "dim"),
+        (_turns(record), "dim"),
     )
+
+
+def _turns(record: RolloutRecord) -> str:
+    """Role and reward of each turn, where the task gave some."""
+    rewards = ["" if turn.reward is None else f"{turn.reward:g}" for turn in record.turns]
+    said = [f"{turn.role} {reward}".strip() for turn, reward in zip(record.turns, rewards, strict=True)]
+    return f"\n{' ' * _WIDTH}turns: {', '.join(each or '–' for each in said)}" if any(said) else ""
 
 
 def transcript(record: RolloutRecord) -> str:

@@ -318,6 +318,7 @@ def _segment(members: Sequence[BranchRecord], start: int, end: int, parent: int)
         "gaps": gaps if any(gap is not None for gap in gaps) else None,
         "weights": _run_lengths([_short(value, 4) for value in column("weights")]),
         "versions": _run_lengths([value or "" for value in column("versions")]),
+        "advantages": _run_lengths(column("advantages")) if any(each.advantages for each in members) else None,
     }
 
 

@@ -19,8 +19,9 @@ function pathOf(rollout, branch) {
 
 function tokensOf(segment, advantage) {
   const trained = spread(segment.trained), weights = spread(segment.weights), versions = spread(segment.versions);
+  const advantages = segment.advantages ? spread(segment.advantages) : null;
   return segment.ids.map((id, at) => ({ id, text: segment.texts[at] ?? "", trained: trained[at] === 1, logprob: segment.logprobs[at], gap: segment.gaps ? segment.gaps[at] : null,
-    weight: weights[at], version: versions[at], advantage: trained[at] === 1 ? advantage : null }));
+    weight: weights[at], version: versions[at], advantage: trained[at] !== 1 ? null : advantages ? advantages[at] : advantage }));
 }
 
 function drawRollout(data, table, at, rollout, go) {
@@ -34,6 +35,7 @@ function drawRollout(data, table, at, rollout, go) {
   const parts = Object.entries(rollout.parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   const facts = element("dl", { class: "facts" }, fact("Reward", `${number(table.reward[at])}${parts ? ` (${parts})` : ""}`), fact("Advantage", evaluated ? "" : number(table.advantage[at])),
     fact("Ended by", table.stop[at]), fact("Wanted", table.wanted[at]), fact("Sampled", `${table.tokens[at]} tokens in ${rollout.turns.length} ${rollout.turns.length === 1 ? "turn" : "turns"}`),
+    fact("Turns", rollout.turns.some((turn) => turn.role || turn.reward !== null) ? rollout.turns.map((turn) => [turn.role, turn.reward === null ? "" : number(turn.reward)].filter(Boolean).join(" ") || "–").join(", ") : ""),
     fact("Generator", [...new Set(rollout.turns.map((turn) => turn.generator).filter(Boolean))].join(", ")), fact("Error", table.error[at]));
   const group = go.siblings.length > 1 ? element("div", { class: "siblings", role: "group", "aria-label": "Other rollouts of the group" }, element("span", {}, "In this group"),
     ...go.siblings.map((other) => element("button", { type: "button", "aria-pressed": String(other === at), click: () => go.choose(other) }, `${table.sample[other]}`, element("small", {}, number(table.reward[other]))))) : null;
@@ -152,7 +154,7 @@ function scaleOf(tokens) {
       mask: () => [key(faded(ink(), 0.32), "trained"), key("", "given: prompt, tool results, other turns")],
       gap: () => [ramp(both, "trainer minus generator, nats", signed(-gap), signed(gap))],
       logprob: () => [ramp(`transparent, ${warm()}bf`, "logprob of the generator, nats: strong is surprising", "0", number(-logprob))],
-      advantage: () => [ramp(both, "advantage of the rollout, on its trained tokens", number(-advantage), signed(advantage))],
+      advantage: () => [ramp(both, "advantage, on trained tokens", number(-advantage), signed(advantage))],
       weight: () => [ramp(`transparent, ${ink()}bf`, "weight of a token in the loss of its step", "0", number(weight))],
       version: () => (versions.length ? versions.map((version) => key(versionColour(version), version)) : [element("small", {}, "No token has a version.")]),
     })[colouring](),
