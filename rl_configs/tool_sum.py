@@ -111,18 +111,33 @@ class ToolSum(TextTask):
         return Demonstration(prompt=example.prompt, messages=messages, answer=example.answer)
 
 
-class ToolSumOpenAI(ToolSum):
-    """The same task, played by a script that knows nothing of it, only OpenAI's client: it asks the policy, calls the
-    calculator itself and decides when it is over."""
+AGENTS = {
+    "openai": ("openai.resources.chat.completions", "titan-rl[agents]"),
+    "openai_agents": ("agents", "openai-agents"),
+    "pydantic_ai": ("pydantic_ai.models.openai", "pydantic-ai-slim[openai]"),
+    "anthropic": ("anthropic", "anthropic"),
+}
+"""Package that an agent is written for → what it imports, and what installs that."""
 
-    def __init__(self, tool_share: float = 0.25, seed: int = 0):
+
+class ToolSumAgent(ToolSum):
+    """The same task, played by a script that knows nothing of it, only its client: it asks the policy, calls the
+    calculator itself and decides when it is over.
+
+    Args:
+        agent: whose client: of `AGENTS`, the script `agents/tool_sum_AGENT.py`.
+    """
+
+    def __init__(self, agent: str = "openai", tool_share: float = 0.25, seed: int = 0):
         super().__init__(tool_share, seed)
-        module = "openai.resources.chat.completions"  # here, so that no rollout waits for it
-        import_package(module, for_what="a program of this environment", install="titan-rl[agents]")
+        if agent not in AGENTS:
+            raise ConfigError(f"environment.kwargs.agent is {agent!r}; it must be one of {', '.join(AGENTS)}")
+        module, install = AGENTS[agent]  # imported here, so that no rollout waits for it
+        import_package(module, for_what="a program of this environment", install=install)
+        self._script = Path(__file__).parent / "agents" / f"tool_sum_{agent}.py"
 
     def play(self, example: Example, endpoint: Endpoint) -> str:
-        script = Path(__file__).with_name("tool_sum_agent.py")
-        return run_script(script, example.prompt[0].content, endpoint=endpoint)
+        return run_script(self._script, example.prompt[0].content, endpoint=endpoint)
 
 
 def tool_sum() -> RunConfig:
@@ -149,10 +164,30 @@ def tool_sum() -> RunConfig:
 
 def tool_sum_openai() -> RunConfig:
     """tool_sum played by a script that only knows OpenAI's client, through the gateway."""
+    return _played_by("openai")
+
+
+def tool_sum_openai_agents() -> RunConfig:
+    """The same script for OpenAI's Agents SDK, which speaks the Responses API."""
+    return _played_by("openai_agents")
+
+
+def tool_sum_pydantic_ai() -> RunConfig:
+    """The same script for Pydantic AI."""
+    return _played_by("pydantic_ai")
+
+
+def tool_sum_anthropic() -> RunConfig:
+    """The same script for Anthropic's client, which speaks its Messages API."""
+    return _played_by("anthropic")
+
+
+def _played_by(agent: str) -> RunConfig:
     return variant(
         tool_sum(),
         {
-            "environment.name": f"{__file__}:ToolSumOpenAI",
+            "environment.name": f"{__file__}:ToolSumAgent",
+            "environment.kwargs": {"agent": agent, "tool_share": 0.25},
             # a turn has room for a call; together they need no bound, past which the program's next call would fail
             "rollout.sampling.max_new_tokens": 9,
             "rollout.max_sampled_tokens": 0,

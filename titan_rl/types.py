@@ -310,8 +310,13 @@ class Endpoint:
     model: str
 
     def environ(self) -> dict[str, str]:
-        """The variables that OpenAI's clients read."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
+        """The variables that clients of OpenAI and of Anthropic read."""
+        addresses = {"OPENAI": self.base_url, "ANTHROPIC": self.base_url.removesuffix("/v1")}
+        return {
+            f"{vendor}_{name}": value
+            for vendor, address in addresses.items()
+            for name, value in (("BASE_URL", address), ("API_KEY", self.api_key), ("MODEL", self.model))
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -215,7 +215,7 @@ def test_what_has_no_room_any_more_is_left_out_and_comes_back_with_room():
 
 def test_a_gateway_on_loopback_is_for_programs_on_its_host():
     hosts = HostFacts(cpus=2), HostFacts(cpus=2, name="host1")
-    config = RunConfig(environment=EnvironmentConfig(name=f"{TOOL_SUM}:ToolSumOpenAI"))
+    config = RunConfig(environment=EnvironmentConfig(name=f"{TOOL_SUM}:ToolSumAgent"))
     config = replace(config, placement=PlacementConfig(rollouts=("host1",)))
     with pytest.raises(ConfigError, match="rollout.agents.host: the gateway of host0 cannot be reached from host1"):
         plan(config, *hosts)
@@ -319,7 +319,7 @@ def test_a_run_has_a_gateway_where_programs_play_its_rollouts():
                 RunConfig(environment=EnvironmentConfig(name=f"{TOOL_SUM}:{task}")), HostFacts(cpus=2)
             ).meshes
         ]
-        for task in ("ToolSum", "ToolSumOpenAI")
+        for task in ("ToolSum", "ToolSumAgent")
     ]
     assert [name for name in names[1] if name != "gateway"] == names[0]
     assert "gateway" in names[1]

@@ -18,7 +18,7 @@ from titan_rl.importing import import_file, import_name
 BESIDE = Path(__file__).resolve().parents[2] / "rl_configs"
 _sort, _tool_sum = import_file(BESIDE / "sort.py"), import_file(BESIDE / "tool_sum.py")
 LETTERS, Sort = _sort.LETTERS, _sort.Sort
-ToolSum, ToolSumOpenAI = _tool_sum.ToolSum, _tool_sum.ToolSumOpenAI
+ToolSum, ToolSumAgent = _tool_sum.ToolSum, _tool_sum.ToolSumAgent
 AlphabetSort = import_name(f"{BESIDE}/alphabet_sort.py:AlphabetSort")
 Gsm8k = import_name(f"{BESIDE}/gsm8k.py:Gsm8k")
 ReasoningGym = import_name(f"{BESIDE}/reasoning.py:ReasoningGym")
@@ -37,7 +37,7 @@ TASKS: dict[str, Callable[[int], Environment]] = {
     "sort": lambda seed: Sort(seed=seed),
     "sort of three letters": lambda seed: Sort(letters=3, seed=seed),
     "tool_sum": lambda seed: ToolSum(seed=seed),
-    "tool_sum_openai": lambda seed: ToolSumOpenAI(seed=seed),
+    "tool_sum_openai": lambda seed: ToolSumAgent(seed=seed),
     "alphabet_sort": lambda seed: AlphabetSort(seed=seed),
     "alphabet_sort of several turns": lambda seed: AlphabetSort(seed=seed, **TURNS),
     "reasoning_gym": lambda seed: ReasoningGym("chain_sum", seed=seed),

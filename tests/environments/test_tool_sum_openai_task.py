@@ -12,7 +12,7 @@ from titan_rl.importing import import_file
 from titan_rl.types import Endpoint
 
 _task = import_file(Path(__file__).resolve().parents[2] / "rl_configs" / "tool_sum.py")
-ToolSum, ToolSumOpenAI = _task.ToolSum, _task.ToolSumOpenAI
+ToolSum, ToolSumAgent = _task.ToolSum, _task.ToolSumAgent
 EXAMPLE = Example(prompt=(Message("user", "12+35="),), answer="47")
 
 
@@ -59,7 +59,7 @@ def completion(message):
 
 def test_the_program_calls_the_calculator_and_prints_the_answer():
     with served(calls("12+35"), says("47")) as (endpoint, asked):
-        assert ToolSumOpenAI().play(EXAMPLE, endpoint) == "47\n"
+        assert ToolSumAgent().play(EXAMPLE, endpoint) == "47\n"
     (headers, first), (_, second) = asked
     assert headers["Authorization"] == "Bearer key" and first["model"] == "policy"
     assert first["messages"] == [{"role": "user", "content": "12+35="}]
@@ -71,7 +71,7 @@ def test_the_program_calls_the_calculator_and_prints_the_answer():
 def test_the_program_answers_nonsense_readably_and_asks_no_more_than_three_times():
     answers = [calls("12+", "a"), calls("1+1", "b"), calls("2+2", "c")]
     with served(*answers, says("never asked for")) as (endpoint, asked):
-        assert ToolSumOpenAI().play(EXAMPLE, endpoint) == "\n"
+        assert ToolSumAgent().play(EXAMPLE, endpoint) == "\n"
     assert len(asked) == 3
     told = [message["content"] for message in asked[2][1]["messages"] if message["role"] == "tool"]
     assert told == ["=", "2"]
@@ -84,11 +84,11 @@ def test_a_proxy_is_not_asked_for_a_policy_on_this_host(monkeypatch):
     with served(says("47")) as (endpoint, _):
         shell = ["sh", "-c", "echo $no_proxy $NO_PROXY"]
         assert run_command(shell, endpoint=endpoint) == "example.org,127.0.0.1 example.org,127.0.0.1\n"
-        assert ToolSumOpenAI().play(EXAMPLE, endpoint) == "47\n"
+        assert ToolSumAgent().play(EXAMPLE, endpoint) == "47\n"
 
 
 def test_the_program_declares_the_tool_that_the_task_demonstrates():
     (tool,) = ToolSum().tools()
     with served(says("1")) as (endpoint, asked):
-        ToolSumOpenAI().play(EXAMPLE, endpoint)
+        ToolSumAgent().play(EXAMPLE, endpoint)
     assert asked[0][1]["tools"][0]["function"]["parameters"] == tool.spec.parameters

@@ -52,7 +52,9 @@ async def test_an_endpoint_is_what_openais_clients_read(renderer):
     gateway = Gateway(renderer)
     endpoint = await gateway.keys.open(session_request("s"))
     assert endpoint == Endpoint(base_url=URL, api_key=endpoint.api_key, model=MODEL)
-    assert endpoint.environ().keys() == {"OPENAI_BASE_URL", "OPENAI_API_KEY", "OPENAI_MODEL"}
+    told = endpoint.environ()
+    assert told["OPENAI_BASE_URL"] == f"{told['ANTHROPIC_BASE_URL']}/v1" == endpoint.base_url
+    assert {told[f"{vendor}_API_KEY"] for vendor in ("OPENAI", "ANTHROPIC")} == {endpoint.api_key}
 
 
 @pytest.mark.parametrize("header", ["Bearer ", "Bearer sk-guess", "Bearer s", "Bearer \udcff", "KEY", "Basic KEY"])

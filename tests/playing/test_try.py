@@ -192,7 +192,7 @@ def test_an_error_of_the_task_is_shown_with_its_line_and_fails_the_trial(task, t
 def test_a_task_that_programs_play_is_typed_through_a_gateway(task, capsys):
     assert (
         task(
-            f"{RL_CONFIGS}/tool_sum.py:ToolSumOpenAI",
+            f"{RL_CONFIGS}/tool_sum.py:ToolSumAgent",
             "--policy",
             "typed",
             "--prompts",

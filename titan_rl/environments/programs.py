@@ -4,7 +4,8 @@
         def play(self, example, endpoint):
             return run_script("agent.py", example.prompt[0].content, endpoint=endpoint)
 
-- The program finds the policy where OpenAI's clients look: `OPENAI_BASE_URL`, `OPENAI_API_KEY`; and `OPENAI_MODEL`.
+- The program finds the policy where clients look: `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and
+  `ANTHROPIC_API_KEY`; and `OPENAI_MODEL` or `ANTHROPIC_MODEL`, which are the same.
 - What it prints is returned; what it prints on standard error is in the worker's log. A program that fails is a
   `TaskError` that ends with the last of what it said.
 """

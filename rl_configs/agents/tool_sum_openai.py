@@ -1,4 +1,4 @@
-"""Ask a language model for a sum, with a calculator at hand: `python tool_sum_agent.py '12+35='` prints its answer.
+"""Ask a language model for a sum, with a calculator at hand: `python tool_sum_openai.py '12+35='` prints its answer.
 
 The model comes from OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL.
 """
