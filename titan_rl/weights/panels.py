@@ -1,8 +1,8 @@
 """Copies a matrix into panels, in which memory runs along its columns (`TensorShard.data`).
 
 Tiles of elements of 4 bytes are transposed in vector registers and written past the caches: about one copy of the
-bytes. Through the caches it takes 1.4 to 1.7, element by element 2.5 to 5. A tile is 16 × 16 where a register holds a
-line of the caches; else two of 8 × 8 fill their lines one after the other, which takes 3.6 where a tile could be larger.
+bytes. Through the caches it takes 1.4 to 1.7, element by element 2.5 to 5. A tile is 16 × 16 where registers hold a
+whole line of the caches. Two of 8 × 8 fill lines one after the other elsewhere; on such a CPU that would take 3.6.
 What does not fit in aligned tiles is left to torch. Importing this module loads numba (see `fingerprint.compiled_sum`).
 """
 
