@@ -39,6 +39,8 @@ def settings(staleness: int) -> list[str]:
         "trainer.kl.coefficient": 0.05,
         "logging.tensorboard": "false",
     }
+    if not staleness:
+        given |= {"trainer.epochs": 2, "trainer.minibatches": 2, "trainer.critic.coefficient": 0.5}
     return ["--recipe", "copy4_async", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
 
 
