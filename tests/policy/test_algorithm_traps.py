@@ -79,7 +79,7 @@ def test_trap_5_the_gradient_of_a_kl_penalty_is_that_of_a_kl(estimator, reverse)
         generator = torch.Generator().manual_seed(1)
         logits, other = scale * torch.randn(2, 5, generator=generator, dtype=torch.float64)
         now, reference = logits.requires_grad_().log_softmax(0), other.log_softmax(0)
-        penalty = kl_penalty(estimator, now, reference)
+        penalty = kl_penalty(estimator, now, reference, torch.ones(5))
         divergence = (now.exp() * (now - reference)).sum()
         of = (reference.exp() * (reference - now)).sum() if reverse else divergence
         found, expected = (

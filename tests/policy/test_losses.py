@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -204,8 +205,8 @@ def test_no_log_ratio_makes_a_loss_or_a_gradient_that_is_not_finite(loss, log_ra
         samples=torch.arange(count) // per_sample,
     )
     value, _ = build_loss(LossConfig(name=name, kwargs=kwargs))(tokens)
-    for estimator in ("k1", "k2", "k3"):
-        value = value + 0.1 * kl_penalty(estimator, tokens.logprobs, tokens.behaviour_logprobs).sum()
+    for estimator in ("k1", "k2", "k3", "k3_corrected"):
+        value = value + 0.1 * kl_penalty(estimator, tokens.logprobs, tokens.behaviour_logprobs, tokens.ratio).sum()
     value.backward()
     assert math.isfinite(value.item())
     assert tokens.logprobs.grad.isfinite().all()
@@ -244,25 +245,29 @@ logits = st.lists(st.floats(-3, 3), min_size=2, max_size=6)
 @settings(deadline=None, max_examples=50)
 @given(current=logits, reference=st.lists(st.floats(-3, 3), min_size=6, max_size=6))
 def test_the_estimates_have_the_value_and_the_gradient_of_the_kl_in_expectation(current, reference):
-    """Summed over all tokens, each as often as the policy samples it."""
+    """Summed over all tokens, each as often as the policy, or for the corrected one another policy, samples it."""
     z = torch.tensor(current, dtype=torch.float64, requires_grad=True)
     logprobs = torch.log_softmax(z, 0)
     other = torch.log_softmax(torch.tensor(reference[: len(current)], dtype=torch.float64), 0)
     exact = (logprobs.exp() * (logprobs - other)).sum()
     (wanted,) = torch.autograd.grad(exact, z, retain_graph=True)
-    often = logprobs.exp().detach()
-    for estimator in ("k1", "k3"):
-        assert (often * kl_penalty(estimator, logprobs, other)).sum().item() == pytest.approx(exact.item(), abs=1e-9)
-    for estimator in ("k1", "k2"):
-        value = (often * kl_penalty(estimator, logprobs, other)).sum()
-        (got,) = torch.autograd.grad(value, z, retain_graph=True)
-        assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-9)
+    policies = {"on": logprobs.detach(), "off": torch.log_softmax(logprobs.detach() / 2 + other / 3, 0)}
+    right = {"k1": ("value", "gradient"), "k2": ("gradient",), "k3": ("value",), "k3_corrected": ("value", "gradient")}
+    for (policy, behaviour), estimator in itertools.product(policies.items(), right):
+        if policy == "on" or estimator == "k3_corrected":
+            penalty = kl_penalty(estimator, logprobs, other, (logprobs - behaviour).exp())
+            value = (behaviour.exp() * penalty).sum()
+            (got,) = torch.autograd.grad(value, z, retain_graph=True)
+            if "value" in right[estimator]:
+                assert value.item() == pytest.approx(exact.item(), abs=1e-9)
+            if "gradient" in right[estimator]:
+                assert got.tolist() == pytest.approx(wanted.tolist(), abs=1e-9)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_penalty_pulls_every_token_towards_the_reference(estimator):
     logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    kl_penalty(estimator, logprobs, torch.tensor([-2.0, -1.0, -0.5])).sum().backward()
+    kl_penalty(estimator, logprobs, torch.tensor([-2.0, -1.0, -0.5]), torch.ones(3)).sum().backward()
     likelier, equal, rarer = logprobs.grad.tolist()
     assert likelier > 0 and equal == 0 and rarer < 0
 
@@ -270,7 +275,7 @@ def test_the_penalty_pulls_every_token_towards_the_reference(estimator):
 def test_k3_is_that_of_grpo():
     logprobs, reference = torch.tensor([-1.0]), torch.tensor([-1.7])
     ratio = math.exp(-0.7)
-    assert kl_penalty("k3", logprobs, reference).item() == pytest.approx(ratio - math.log(ratio) - 1)
+    assert kl_penalty("k3", logprobs, reference, torch.ones(1)).item() == pytest.approx(ratio - math.log(ratio) - 1)
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,9 @@ class KLConfig:
     coefficient: NotNegative = 0.0
     """Weight of the KL estimate per trained token. 0: no reference model exists, and none is paid for; above 0 every
     step runs a second forward pass, and every trainer rank holds its shards twice."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """See `titan_rl.policy.losses`. k3 is GRPO's; k1 and k2 have the KL's own gradient."""
+    estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
+    """See `titan_rl.policy.losses`. k3 is GRPO's; k1 and k2 have the KL's own gradient on policy, k3_corrected has it
+    for old samples too."""
     teacher: str = ""
     """Directory of a Qwen3 checkpoint of any size over the same tokens, to keep near instead: on-policy distillation
     (`titan-rl algorithms distillation`). Empty: the policy as it was before the first RL step."""

@@ -98,7 +98,10 @@ OF_EVERY_LOSS = frozenset(each.name for each in fields(Objective)) - {"function"
 """Arguments in `trainer.loss.kwargs` that every loss takes."""
 
 
-def kl_penalty(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+KLEstimator = Literal["k1", "k2", "k3", "k3_corrected"]
+
+
+def kl_penalty(estimator: KLEstimator, logprobs: Tensor, reference_logprobs: Tensor, ratio: Tensor) -> Tensor:
     """An estimate of KL(current || reference) at every token [N]: the penalty that keeps the policy near a reference.
 
     With x = logprob - reference logprob of a token that the current policy sampled (Schulman 2020, "Approximating KL
@@ -107,14 +110,16 @@ def kl_penalty(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference
         k1   x                  unbiased, but noisy and of either sign
         k2   x^2 / 2            biased, never negative; its GRADIENT is the KL's own
         k3   exp(-x) - 1 + x    unbiased, never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4)
+        k3_corrected            k3 times `ratio`, the current to the behaviour policy's probability: unbiased for old
+                                samples too, in value and GRADIENT (DeepSeek-AI 2025, arXiv:2512.02556, eq. 7)
 
     A good estimate need not be a good loss. The gradient of k1 itself is grad logprob, which is 0 in expectation (Tang
     and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477). The gradient of
     KL(current || reference) is the mean of x grad logprob, and that is the gradient of k2; so here k1 has the value x
     and the gradient of k2. The gradient of k3, (1 - exp(-x)) grad logprob, agrees with it near x = 0; far from 0 it is
-    that of KL(reference || current).
+    that of KL(reference || current). A penalty of x in the reward has, without a baseline, the gradient of k2 in the loss.
 
-    No estimate is weighted for the age of a sample. k3 replaces x below -`LARGEST_LOG_RATIO` by that bound: exp(-x)
+    k1, k2 and k3 are not weighted for the age of a sample. k3 replaces x below -`LARGEST_LOG_RATIO` by that bound: exp(-x)
     would overflow, and one token's gradient would drown all others long before.
     """
     difference = logprobs - reference_logprobs
@@ -127,6 +132,8 @@ def kl_penalty(estimator: Literal["k1", "k2", "k3"], logprobs: Tensor, reference
         case "k3":
             difference = difference.clamp(min=-LARGEST_LOG_RATIO)
             return (-difference).exp() - 1 + difference
+        case "k3_corrected":
+            return ratio * kl_penalty("k3", logprobs, reference_logprobs, ratio)
 
 
 def build_loss(config: LossConfig) -> Objective:

@@ -393,7 +393,7 @@ class PolicyUpdater:
             )
             loss, loss_metrics = self._loss(tokens)
             if reference_logprobs is not None:
-                penalty = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs)
+                penalty = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs, tokens.ratio)
                 loss = loss + self._config.kl.coefficient * self._loss.total(penalty, tokens)
             if self._critic is not None:
                 loss = loss + self._loss.total(self._critic.losses(microbatch, hidden), tokens)
