@@ -111,16 +111,17 @@ def kl_penalty(estimator: KLEstimator, logprobs: Tensor, reference_logprobs: Ten
         k2   x^2 / 2            biased, never negative; its GRADIENT is the KL's own
         k3   exp(-x) - 1 + x    unbiased, never negative; GRPO's (Shao et al. 2024, arXiv:2402.03300, eq. 4)
         k3_corrected            k3 times `ratio`, the current to the behaviour policy's probability: unbiased for old
-                                samples too, in value and GRADIENT (DeepSeek-AI 2025, arXiv:2512.02556, eq. 7)
+                                samples too, in value and GRADIENT (DeepSeek-AI 2025, arXiv:2512.02556, section 3.1)
 
     A good estimate need not be a good loss. The gradient of k1 itself is grad logprob, which is 0 in expectation (Tang
     and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477). The gradient of
     KL(current || reference) is the mean of x grad logprob, and that is the gradient of k2; so here k1 has the value x
     and the gradient of k2. The gradient of k3, (1 - exp(-x)) grad logprob, agrees with it near x = 0; far from 0 it is
-    that of KL(reference || current). A penalty of x in the reward has, without a baseline, the gradient of k2 in the loss.
+    that of KL(reference || current). A penalty of x in the reward has, without a baseline, the gradient of k2 in the
+    loss.
 
-    k1, k2 and k3 are not weighted for the age of a sample. k3 replaces x below -`LARGEST_LOG_RATIO` by that bound: exp(-x)
-    would overflow, and one token's gradient would drown all others long before.
+    k1, k2 and k3 are not weighted for the age of a sample. k3 replaces x below -`LARGEST_LOG_RATIO` by that bound:
+    exp(-x) would overflow, and one token's gradient would drown all others long before.
     """
     difference = logprobs - reference_logprobs
     match estimator:
