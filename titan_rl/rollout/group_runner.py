@@ -147,11 +147,11 @@ class GroupRunner:
             cleaning = asyncio.gather(*(each.clean_up() for each in opened if info.cleans_up), return_exceptions=True)
             self._cleaning.add(cleaning)
             cleaning.add_done_callback(self._cleaning.discard)
-        for number, error in enumerate(await asyncio.shield(cleaning)):
-            if isinstance(error, TaskError) and not rollouts[number].error:
-                rollouts[number] = opened[number].failed(error)
-            elif error is not None and not isinstance(error, TaskError):
-                raise error
+        for number, failure in enumerate(await asyncio.shield(cleaning)):
+            if isinstance(failure, TaskError) and not rollouts[number].error:
+                rollouts[number] = opened[number].failed(failure)
+            elif failure is not None and not isinstance(failure, TaskError):
+                raise failure
         return await self._result(request, tuple(rollouts), opened, example)
 
     async def _play_all(
@@ -201,7 +201,7 @@ class GroupRunner:
             self.pool.call(UserCall(CallKind.DEMONSTRATE, request.purpose, number))
             for number in range(first, first + request.samples)
         )
-        samples = []
+        samples: list[TrainingSample] = []
         for number, shown in enumerate(await asyncio.gather(*calls), start=first):
             if self._pairs and not shown.rejected:
                 raise TaskError(f"demonstration {number} has nothing rejected, and trainer.warmup.dpo_beta is above 0")
