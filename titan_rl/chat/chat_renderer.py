@@ -36,11 +36,11 @@ class ChatRenderer:
         if name == "chat":
             name = CHAT_RENDERERS.get(read_json(Path(model_path) / "config.json").get("model_type", ""), "default")
         values = dict(settings or {})
-        if name in CHAT_RENDERERS.values():
-            # keep earlier thinking in the prompt: dropping it would change tokens that the policy sampled
-            values.setdefault("thinking_retention", "all")
         try:
             default = renderers.config_from_name(name)
+            if hasattr(default, "thinking_retention"):
+                # keep earlier thinking in the prompt: dropping it would change tokens that the policy sampled
+                values.setdefault("thinking_retention", "all")
             config = type(default)(**{**values, "name": name})
         except (ValueError, KeyError) as error:
             raise ConfigError(f"rollout.renderer {name!r} with rollout.renderer_kwargs {values}: {error}") from error
@@ -61,17 +61,20 @@ class ChatRenderer:
             )
 
     def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
-        before = [*prompt, *completion]
-        with _writing():
-            rendered = self._renderer.bridge_to_next_turn(
-                list(prompt), list(completion), as_dicts(messages), tools=_declared(tools) or None
-            )
-        if rendered is None or rendered.token_ids[: len(before)] != before:
-            raise TaskError(
-                f"this chat format cannot be extended by messages of {', '.join(message.role for message in messages)} "
-                "without rendering again what the policy sampled"
-            )
-        return list(rendered.token_ids[len(before) :])
+        stopped = bool(completion) and completion[-1] in self.stop_token_ids
+        # one that stopped where the format knows no next turn, as within a thought, is closed as if it had been cut
+        for sampled in (completion, completion[:-1]) if stopped else (completion,):
+            before = [*prompt, *sampled]
+            with _writing():
+                rendered = self._renderer.bridge_to_next_turn(
+                    list(prompt), list(sampled), as_dicts(messages), tools=_declared(tools) or None
+                )
+            if rendered is not None and rendered.token_ids[: len(before)] == before:
+                return list(rendered.token_ids[len(before) :])
+        raise TaskError(
+            f"this chat format cannot be extended by messages of {', '.join(message.role for message in messages)} "
+            "without rendering again what the policy sampled"
+        )
 
     def parse(
         self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
