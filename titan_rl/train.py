@@ -141,7 +141,9 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     tiny = before[0].policy.tiny
     given, by_bytes = command.given, tiny is not None and tiny.tokenizer == "chat"
     warmup = before[0].trainer.warmup.steps if "trainer.warmup.steps" in given else None
-    settings = choose(found, by_bytes=by_bytes, trained=tiny is None, warmup=warmup)
+    shape = shape_of(before[0]) if tiny is None else None
+    positions = 0 if tiny is not None else shape.max_length if shape is not None else sys.maxsize
+    settings = choose(found, by_bytes=by_bytes, positions=positions, warmup=warmup)
     if "trainer.optimizer.lr" in given:  # which then is what the user says
         given = given | {"trainer.optimizer.kl_band"}
     chosen = [each for each in settings if each.setting not in given]
@@ -149,7 +151,8 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     print(f"{prog}: settings for {task}, each of which can be given")
     for setting, value, reason in chosen:
         print(f"  --{setting.replace('_', '-').ljust(width)}  {value!r:12}  {reason}")
-    config = variant(load_recipe("task"), {each.setting: each.value for each in chosen})
+    begun = replace(load_recipe("task"), policy=before[0].policy)
+    config = variant(begun, {each.setting: each.value for each in chosen})
     stem = Path(task.partition(":")[0]).stem
     named_run = replace(config, logging=replace(config.logging, name=stem))
     return apply_command(named_run, command)

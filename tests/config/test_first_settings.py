@@ -134,7 +134,7 @@ def test_many_characters_are_written_as_bytes():
 def test_right_answers_are_taught_where_answers_at_random_are_hardly_ever_right(lucky, demonstrations, trained, taught):
     info = TaskInfo(size=9, held_out=1, multi_turn=False)
     found = Survey(info=info, texts={*"12"}, prompt=2, answer=1, lucky=lucky, demonstrations=demonstrations)
-    chosen = {each.setting: each.value for each in choose(found, trained=trained)}
+    chosen = {each.setting: each.value for each in choose(found, positions=4096 * trained)}
     assert ("trainer.warmup.steps" in chosen) is taught
     assert (chosen.get("trainer.loss.kwargs.entropy_bonus") == 0.05) is taught, "what was taught is not forgotten"
 
@@ -148,6 +148,13 @@ def test_runs_of_programs_make_smaller_steps():
 def test_weights_that_were_trained_before_get_room_to_think_and_small_steps():
     info = TaskInfo(size=9, held_out=1, multi_turn=False)
     found = Survey(info=info, texts={*"12"}, prompt=2, answer=1)
-    chosen = {each.setting: each.value for each in choose(found, trained=True)}
+    chosen = {each.setting: each.value for each in choose(found, positions=4096)}
     assert chosen["trainer.optimizer.lr"] == 1e-6 and chosen["rollout.sampling.max_new_tokens"] == 256
     assert not any(setting.startswith("policy.tiny") for setting in chosen)
+
+
+def test_weights_with_few_positions_get_what_fits_into_them():
+    info = TaskInfo(size=9, held_out=1, multi_turn=True)
+    found = Survey(info=info, texts={*"12"}, prompt=2, answer=1)
+    chosen = {each.setting: each.value for each in choose(found, positions=64)}
+    assert chosen["generator.max_model_len"] == 64 and chosen["rollout.sampling.max_new_tokens"] == 16

@@ -87,16 +87,16 @@ def tuned(where: Path, file: Path, *options: str) -> tuple[float, Path]:
 @pytest.mark.timeout(400)
 def test_a_file_of_answers_is_taught_and_a_file_of_pairs_decides_between_two_answers(tmp_path: Path) -> None:
     """Half of the rows teach digits as they are, half of them backwards; the pairs prefer them backwards."""
-    numbers = [f"{number:02}" for number in range(100) if number % 11]
+    numbers = [text for number in range(1000) if (text := f"{number:03}") != text[::-1]]
     answers, pairs = tmp_path / "answers.jsonl", tmp_path / "pairs.jsonl"
     said = [(number, answer) for number in numbers for answer in (number, number[::-1])]
     answers.write_text("".join(json.dumps({"prompt": f"{n}=", "answer": answer}) + "\n" for n, answer in said))
     rows = [{"prompt": f"{number}=", "chosen": number[::-1], "rejected": number} for number in numbers]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    taught, checkpoint = tuned(tmp_path / "taught", answers, "--trainer.warmup.steps", "200")
+    taught, checkpoint = tuned(tmp_path / "taught", answers, "--trainer.warmup.steps", "300")
     assert 0.2 < taught < 0.8, "of two answers, it says either"
     columns = ["--environment.kwargs.answer", "chosen", "--environment.kwargs.rejected", "rejected"]
-    steps = ["--trainer.warmup.steps", "60", "--trainer.warmup.dpo_beta", "0.1", "--trainer.warmup.lr", "3e-4"]
+    steps = ["--trainer.warmup.steps", "120", "--trainer.warmup.dpo_beta", "0.1", "--trainer.warmup.lr", "3e-4"]
     decided, _ = tuned(tmp_path / "decided", pairs, "--policy.path", str(checkpoint), *columns, *steps)
     print(f"{taught:.2f} -> {decided:.2f}")
     assert decided > 0.9

@@ -227,10 +227,11 @@ def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:
         found.reply = max([found.reply, *map(len, said)])
 
 
-def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warmup: int | None = None) -> list[Chosen]:
+def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup: int | None = None) -> list[Chosen]:
     """The settings, in the order in which they are shown, for a policy that writes bytes in any case, or begins with
-    weights that were `trained` before. `warmup`: its steps, where the user says."""
+    trained weights of so many positions. `warmup`: its steps, where the user says."""
     chosen: list[Chosen] = []
+    trained = positions > 0
 
     def add(setting: str, value: Any, reason: str) -> None:
         if not (trained and setting.startswith("policy.tiny")):
@@ -260,12 +261,15 @@ def choose(found: Survey, *, by_bytes: bool = False, trained: bool = False, warm
     why = f"the longest right answer has {width * turn}; one ends it, one is too many"
     if trained and new < LEAST_THOUGHT:
         new, why = LEAST_THOUGHT, "room to think"
-    add("rollout.sampling.max_new_tokens", new, why)
     turns = max(found.turns, 2 if info.multi_turn or info.tools else 1)
-    if turns > 1:
-        add("rollout.max_turns", turns, "the most that were seen")
     length = width * found.prompt + around + turns * (new + width * found.reply + MARKS * by_bytes)
     length = -(-length // 32) * 32
+    if trained and length > positions:
+        new = max(2, min(new, positions // (2 * turns)))
+        length, why = positions, f"what the policy's {positions} positions leave"
+    add("rollout.sampling.max_new_tokens", new, why)
+    if turns > 1:
+        add("rollout.max_turns", turns, "the most that were seen")
     said = "a turn" if turns == 1 else f"{turns} turns"
     add("policy.tiny.max_length", length, f"prompts of up to {width * found.prompt} and {said}")
     add("generator.max_model_len", length, "room for prompt and answers")
