@@ -39,7 +39,7 @@ from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.state_copies import StateCopies
-from titan_rl.policy.step_metrics import StepMetrics, difference_before, logprob_alarm
+from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
 from titan_rl.types import LARGEST_STEP, PolicyVersion
@@ -285,9 +285,6 @@ class PolicyUpdater:
         if several := epochs * len(minibatches) > 1 or critic is not None:
             held = list(map(self._with_proximal, rounds))
             samples.raise_if_lost(what)
-            before = [(each, each.proximal_logprobs) for each in held]
-            away = [(old - each.behaviour_logprobs)[self._on_policy(each)] for each, old in before if old is not None]
-            alarmed = self._disagrees_with_engine(*difference_before(away, counted=metrics.counted))
             held = critic.judged(held, counted=metrics.counted) if critic else held
             parts = [[held.pop(0) for _ in range(each.rounds)] for each in minibatches]
         norms: list[float] = []
@@ -308,7 +305,7 @@ class PolicyUpdater:
                 done = f"{number} optimizer steps of its batch were made" if number else "the weights were not changed"
                 if not metrics.finite:
                     raise TrainingError(f"{what}: {metrics.describe_failure(norms[-1])}; {done}")
-                if not warm_up and not several:
+                if not warm_up and not number:
                     alarmed = self._disagrees_with_engine(*metrics.engine_difference)
             except Exception:
                 optimizer.discard_gradients()
