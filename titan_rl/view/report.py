@@ -16,7 +16,6 @@ import json
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -48,7 +47,6 @@ CHUNK = 100_000
 some milliseconds."""
 MOST_POINTS = 1_000
 """Of a curve; a longer one is drawn by means over equally many steps."""
-LENGTH_BINS = 24
 PREVIEW = 60
 """Characters of a text in the list of rollouts."""
 
@@ -117,7 +115,6 @@ def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
         "series": {name: [_curve(run.series.get(name, {})) for run in runs] for name in names},
         "seconds": [_curve(run.seconds) for run in runs],
         "ages": [_ages(run) for run in runs],
-        "lengths": _lengths(runs),
         "timelines": [[asdict(each) for each in run.timelines] for run in runs],
         "settings": _settings(runs),
         "rollouts": {"shown": shown, "recorded": sum(run.recorded for run in runs)},
@@ -163,21 +160,6 @@ def _ages(run: Run) -> list[float | None]:
     while values := run.values(f"staleness/share_of_age_{len(ages)}"):
         ages.append(_short(sum(values) / len(values)))
     return ages
-
-
-def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
-    """Shares of rollouts by sampled tokens. Only those that were kept at random: best and worst are a choice."""
-    lengths = [
-        [each.sampled_tokens for each in run.rollouts if "random" in each.kept and not each.evaluated] for run in runs
-    ]
-    longest = max((length for each in lengths for length in each), default=0)
-    width = max(1, -(-(longest + 1) // LENGTH_BINS))
-    bins = longest // width + 1
-    shares = []
-    for each in lengths:
-        counts = Counter(length // width for length in each)
-        shares.append([_short(counts[at] / len(each)) for at in range(bins)] if each else [])
-    return {"width": width, "shares": shares, "rollouts": [len(each) for each in lengths]}
 
 
 def _settings(runs: Sequence[Run]) -> list[list[Any]]:
