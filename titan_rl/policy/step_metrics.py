@@ -8,15 +8,13 @@ How far the samples are off-policy is measured on every trained token, whatever 
 w = exp(logprob - behaviour logprob) of a token that the behaviour policy sampled (Schulman 2020, "Approximating KL
 divergence"; Kong 1992 for the effective sample size):
 
-    kl_k1                   mean of -log w: estimates KL(behaviour || current), unbiased, of either sign
-    kl_k3                   mean of w - 1 - log w: the same KL, unbiased and never negative
+    kl_k3                   mean of w - 1 - log w: estimates KL(behaviour || current), unbiased and never negative
     effective_sample_size   (sum of w)^2 / sum of w^2 / tokens: 1 on-policy, 1 / tokens when one token is all
     weight_mean, weight_max the mean is 1 in expectation; far from it the sample says little about the policy
 
 With a reference policy, and v = exp(reference logprob - logprob) of the same tokens:
 
-    reference_kl_k1         mean of -log v: estimates KL(current || reference), unbiased on-policy, of either sign
-    reference_kl_k3         mean of v - 1 - log v: never negative
+    reference_kl_k3         mean of v - 1 - log v: estimates KL(current || reference), never negative
 
 How far the engine is from the trainer is measured on the tokens that this very version sampled, where w should be 1 at
 the weights before the batch: logprob_difference_mean and _max of |log w|, and logprob_outside_share, how many have w
@@ -37,11 +35,9 @@ _SUMS = (
     "tokens",
     "loss",
     "entropy",
-    "kl_k1",
     "kl_k3",
     "weight",
     "weight_square",
-    "reference_kl_k1",
     "reference_kl_k3",
     "on_policy_tokens",
     "logprob_difference",
@@ -114,11 +110,9 @@ class StepMetrics:
             "tokens": torch.full_like(weight, 1.0).sum(),
             "loss": loss.double(),
             "entropy": entropies.sum().double(),
-            "kl_k1": -log_ratio.sum(),
             "kl_k3": (weight - 1 - log_ratio).sum(),
             "weight": weight.sum(),
             "weight_square": weight.square().sum(),
-            "reference_kl_k1": away.sum(),
             "reference_kl_k3": (away.clamp(min=-_LARGEST_LOG_WEIGHT).neg().exp() - 1 + away).sum(),
             "on_policy_tokens": on_policy.sum().double(),
             "logprob_difference": difference.sum(),
@@ -180,8 +174,8 @@ class StepMetrics:
         return {
             "seconds": slowest,
             "loss": total["loss"] / divisor,
-            **{name: total[name] / tokens for name in ("entropy", "kl_k1", "kl_k3")},
-            **{name: total[name] / tokens for name in ("reference_kl_k1", "reference_kl_k3") if self._reference},
+            **{name: total[name] / tokens for name in ("entropy", "kl_k3")},
+            **({"reference_kl_k3": total["reference_kl_k3"] / tokens} if self._reference else {}),
             "weight_mean": total["weight"] / tokens,
             "weight_max": top["weight_max"],
             "effective_sample_size": total["weight"] ** 2 / total["weight_square"] / tokens,
