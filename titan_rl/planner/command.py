@@ -36,7 +36,6 @@ COLUMNS = {
     "limited by": "{limited_by}",
     "age mean": "{mean_age:.2f}",
     "max (bound)": "{max_age} ({bound})",
-    "trained ÷ all lengths": "{trained_to_population_length:.3f}",
     "trainer busy": "{trainer_busy:.0%}",
     "generators busy": "{generators_busy:.0%}",
 }
@@ -139,7 +138,6 @@ def _row(result: Result, synchronous: Result, colocated: Result) -> dict[str, An
         "ages": {str(age): count for age, count in result.ages.items()},
         "max_age": max(result.ages, default=0),
         "bound": scenario.limits.bound,
-        "trained_to_population_length": result.trained_to_population_length,
     }
 
 
