@@ -27,7 +27,6 @@ from titan_rl.view.learning import (
 from titan_rl.view.read import Run
 from titan_rl.view.timelines import COMPUTE, HINTS, MEANINGS, Account
 
-MOST_CLIPPED_STEPS = 0.5
 MISMATCH_GROWTH = 3.0
 LEAST_MISMATCH = 1e-5
 """Nats. Rounding of float32 alone makes less."""
@@ -124,16 +123,6 @@ def _failed(run: Run) -> Iterator[Finding]:
         yield dataclasses.replace(finding(Kind.WARNING, see, "Rollouts fail", text), counts=counts)
 
 
-def _gradient(run: Run) -> Iterator[Finding]:
-    name = "train/grad_norm"
-    norms, most = run.values(name), run.config.get("trainer.optimizer.max_grad_norm", 0)
-    clipped = sum(norm > most for norm in norms) / len(norms) if norms and most else 0.0
-    if len(norms) >= FEWEST_STEPS and clipped > MOST_CLIPPED_STEPS:
-        text = f"In {clipped:.0%} of the steps the gradient was longer than max_grad_norm = {most:g}."
-        do = "Raise trainer.optimizer.max_grad_norm, or count on a smaller step than trainer.optimizer.lr says."
-        yield finding(Kind.NOTE, name, "Most gradients are clipped", text, do)
-
-
 def _not_finite(run: Run) -> Iterator[Finding]:
     for name, series in run.series.items():
         if missing := [step for step, value in series.items() if value is None]:
@@ -164,7 +153,6 @@ RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _beyond_limits,
     _idle,
     _lost,
-    _gradient,
     _unfinished,
 )
 
