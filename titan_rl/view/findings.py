@@ -131,12 +131,6 @@ def _not_finite(run: Run) -> Iterator[Finding]:
             yield finding(Kind.PROBLEM, name, "A number is not finite", text, do)
 
 
-def _lost(run: Run) -> Iterator[Finding]:
-    if lost := max(run.values("fleet/lost"), default=0.0):
-        text = f"Up to {lost:.0f} generators were dead at once; their requests went on elsewhere."
-        yield finding(Kind.NOTE, "fleet/lost", "Generators were lost", text, "Their logs say why.")
-
-
 def _unfinished(run: Run) -> Iterator[Finding]:
     wanted = run.config.get("loop.steps", 0)
     if not run.summary and run.steps < wanted:
@@ -152,7 +146,6 @@ RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _failed,
     _beyond_limits,
     _idle,
-    _lost,
     _unfinished,
 )
 
