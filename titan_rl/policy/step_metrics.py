@@ -189,16 +189,8 @@ class StepMetrics:
 
 
 def logprob_alarm(config: LogprobAlarmConfig, mean: float, outside_share: float) -> tuple[str, bool]:
-    """The warning about trainer and engine that disagree about one step's on-policy tokens, empty where all is well,
-    and whether it ends the run.
-
-    Every rank sees the same reduced numbers, so all come to the same result. NaN is the worst disagreement, also where
-    a limit is off.
-
-    Args:
-        mean: of |logprob of the trainer - logprob of the engine|, nats.
-        outside_share: share of tokens whose probability ratio is outside `RATIO_BAND`, 0..1.
-    """
+    """The warning about this `StepMetrics.engine_difference`, empty where all is well, and whether it ends the run. NaN
+    is the worst disagreement, also where a limit is off."""
     found = []
     fatal = math.isnan(mean) or 0 < config.stop_mean < mean
     if fatal or 0 < config.mean < mean:

@@ -169,9 +169,7 @@ class PolicyUpdater:
             recorder: collects scores of those of this rank's samples that it names.
 
         Returns:
-            grad_norm (before clipping; the mean over optimizer steps), lr, trained_tokens, tokens, imbalance,
-            logprob_alarm (1 when the engine is too far from this policy), the loss's own metrics, and what
-            `step_metrics` defines.
+            the metrics `train/…`.
 
         Raises:
             SamplesLost: samples are missing or damaged (on all ranks; the weights are untouched).
