@@ -1,7 +1,7 @@
 """Metrics of one train step: gathered per micro-batch without waiting for the device, reduced over ranks.
 
-Sums are reduced before each optimizer step, and say whether loss and gradient are finite anywhere; maxima and time at
-the end. Every rank reports the same numbers: sums over the tokens of all data-parallel ranks, in all optimizer steps,
+Sums are reduced before each optimizer step, and say whether loss and gradient are finite anywhere; maxima at the end.
+Every rank reports the same numbers: sums over the tokens of all data-parallel ranks, in all optimizer steps,
 each token once in each, divided only after they were summed.
 
 How far the samples are off-policy is measured on every trained token, whatever the loss makes of it, from the weight
@@ -159,20 +159,17 @@ class StepMetrics:
         found = blamed or {rank: texts for rank, texts in enumerate(everyone) if texts}
         return "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in found.items())
 
-    def report(self, *, seconds: float, divisor: float) -> dict[str, float]:
+    def report(self, *, divisor: float) -> dict[str, float]:
         """Collective. The loss, whose sum is divided by `divisor`, of all optimizer steps together; means per trained
-        token of the step; maxima over all ranks; and the slowest rank's time."""
+        token of the step; and maxima over all ranks."""
         empty = torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64)
-        own = empty if self._maxima is None else self._maxima.cpu()
-        maxima = torch.cat([torch.tensor([seconds], dtype=torch.float64), own])
+        maxima = empty if self._maxima is None else self._maxima.cpu()
         self._ranks.maximum(maxima)
-        slowest, *largest = maxima.tolist()
-        top = dict(zip(_MAXIMA, largest, strict=True))
+        top = dict(zip(_MAXIMA, maxima.tolist(), strict=True))
         total = self._totals
         tokens = total["tokens"]
         difference_mean, outside_share = self.engine_difference
         return {
-            "seconds": slowest,
             "loss": total["loss"] / divisor,
             **{name: total[name] / tokens for name in ("entropy", "kl_k3")},
             **({"reference_kl_k3": total["reference_kl_k3"] / tokens} if self._reference else {}),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -261,7 +260,6 @@ class PolicyUpdater:
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
     ) -> dict[str, float]:
         """One step of RL, which may be several optimizer steps, or of the warm-up."""
-        began = time.perf_counter()
         what = f"warm-up step {self._warm_up_steps}" if warm_up else f"step {self.step}"
         trained, longest = plan.trained_tokens, plan.longest
         if self._torn:
@@ -315,7 +313,7 @@ class PolicyUpdater:
             if critic is not None:
                 critic.step()
         self._torn = False
-        return metrics.report(seconds=time.perf_counter() - began, divisor=epochs * sum(divisors)) | {
+        return metrics.report(divisor=epochs * sum(divisors)) | {
             "grad_norm": sum(norms) / len(norms),
             "lr": lr,
             "logprob_alarm": float(alarmed),
