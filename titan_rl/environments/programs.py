@@ -16,8 +16,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from titan_rl.errors import TaskError
@@ -109,21 +110,27 @@ def _variables(endpoint: Endpoint) -> dict[str, str]:
     return variables
 
 
+class _Nowhere:
+    def handle_request(self, _: Any) -> Any:
+        raise OSError
+
+
 def prepare_clients() -> None:
     """Do what OpenAI's client does when it is first used (imports, types, looking at the platform), 0.1 s of work,
     if it has been imported: the processes that are forked later need not."""
     if "openai" not in sys.modules:
         return
-    import httpx
     import openai
+    from openai.types.chat import ChatCompletion
 
     openai.OpenAI(api_key="none", base_url="http://localhost").close()  # with its own transport
+    nowhere: Any = _Nowhere()
+    http = openai.DefaultHttpxClient(transport=nowhere, trust_env=False)
+    client = openai.OpenAI(api_key="none", base_url="http://localhost", max_retries=0, http_client=http)
+    with suppress(openai.APIConnectionError, OSError):
+        client.chat.completions.create(model="", messages=[{"role": "user", "content": ""}])
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}
-    answer = {"id": "", "object": "chat.completion", "created": 0, "model": "", "choices": [choice]}
-    transport = httpx.MockTransport(lambda request: httpx.Response(200, json=answer))
-    http = openai.DefaultHttpxClient(transport=transport, trust_env=False)
-    client = openai.OpenAI(api_key="none", base_url="http://localhost", http_client=http)
-    client.chat.completions.create(model="", messages=[{"role": "user", "content": ""}])
+    ChatCompletion.construct(choices=[choice], usage={"total_tokens": 0})
 
 
 def _tail(output: str, introduction: str) -> str:

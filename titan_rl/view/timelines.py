@@ -61,6 +61,7 @@ class RecordedSpan(NamedTuple):
     seconds: float
     waits_for: str = ""
     """Empty: it is work."""
+    ids: dict[str, Any] = {}
 
     @property
     def ended(self) -> float:
@@ -106,8 +107,9 @@ def read_processes(run: Path) -> list[Process]:
             elif event["name"] == "thread_name" and event["ph"] == "M":
                 lanes[event["tid"]] = event["args"]["name"]
             elif event["ph"] == "X":
-                lane, waits_for = lanes[event["tid"]], event.get("args", {}).get(WAITS_FOR, "")
-                span = RecordedSpan(event["name"], lane, event["ts"] / 1e6, event["dur"] / 1e6, waits_for)
+                lane, ids = lanes[event["tid"]], event.get("args", {})
+                waits_for = ids.pop(WAITS_FOR, "")
+                span = RecordedSpan(event["name"], lane, event["ts"] / 1e6, event["dur"] / 1e6, waits_for, ids)
                 (found[-1].main if lane == MAIN else found[-1].others).append(span)
     return found
 
