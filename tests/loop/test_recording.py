@@ -107,13 +107,14 @@ def test_lines_after_the_checkpoint_are_cut_off_and_a_torn_line_is_skipped(tmp_p
     assert steps(tmp_path) == [1, 9]
 
 
-def test_a_file_that_was_removed_is_made_again(tmp_path: Path):
-    writer = RolloutWriter(tmp_path, warn=pytest.fail)
+def test_a_file_that_was_removed_is_made_again_and_said_once(tmp_path: Path):
+    said: list[str] = []
+    writer = RolloutWriter(tmp_path, warn=said.append)
     for step in (1, 2, 3):
         writer.write([of_step(step)])
         if step < 3:
             (tmp_path / ROLLOUTS).unlink()
-    assert steps(tmp_path) == [3]
+    assert steps(tmp_path) == [3] and len(said) == 1 and "FileNotFoundError" in said[0]
 
 
 def test_a_value_that_is_no_json_costs_its_lines(tmp_path: Path):

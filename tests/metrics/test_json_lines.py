@@ -21,15 +21,15 @@ def test_a_cut_keeps_the_whole_lines_of_the_bytes_that_are_kept(text: str, keep:
         assert file.read_text() == expected[0] + expected[1]
 
 
-def test_a_file_is_made_by_an_append_and_again_when_it_was_removed(tmp_path: Path):
+def test_a_file_is_made_once_and_its_removal_is_noticed(tmp_path: Path):
     file = JsonLines(tmp_path / "lines")
     assert file.nbytes == file.cut() == 0
     file.append(encode_lines([{"step": 1}, {"step": 2}]))
     file.append(b"")
     assert [record["step"] for _, record in json_lines(tmp_path / "lines")] == [1, 2]
     (tmp_path / "lines").unlink()
-    file.append(encode_lines([{"step": 3}]))
-    assert [record["step"] for _, record in json_lines(tmp_path / "lines")] == [3]
+    with pytest.raises(FileNotFoundError):
+        file.append(b"{}\n")
     with pytest.raises(ValueError):
         encode_lines([{"loss": float("nan")}])
 

@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +48,15 @@ def encode_lines(objects: Iterable[dict[str, Any]]) -> bytes:
 
 
 class JsonLines:
-    """A file to append to. An append makes it, also when somebody has removed it."""
+    """A file to append to. It is made by the first append; if somebody removes it after that, an append fails."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
     def append(self, lines: bytes) -> None:
         """Raises OSError if they cannot be written, for example because the disk is full."""
-        with open(self._path, "ab", buffering=0) as file:
+        with self._open() as file:
             before = os.fstat(file.fileno()).st_size
             try:
                 if lines and file.write(lines) < len(lines):
@@ -66,7 +68,7 @@ class JsonLines:
 
     def sync(self) -> None:
         """Return when all lines are on disk. Raises OSError."""
-        with open(self._path, "ab", buffering=0) as file:
+        with self._open() as file:
             os.fsync(file.fileno())
 
     def cut(self, keep_bytes: int | None = None) -> int:
@@ -86,6 +88,11 @@ class JsonLines:
     @property
     def nbytes(self) -> int:
         return self._path.stat().st_size if self._path.is_file() else 0
+
+    def _open(self) -> FileIO:
+        file = FileIO(os.open(self._path, self._flags, 0o644), "ab")
+        self._flags &= ~os.O_CREAT
+        return file
 
 
 def json_object(path: Path) -> dict[str, Any]:

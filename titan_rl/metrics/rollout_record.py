@@ -186,7 +186,12 @@ class RolloutWriter:
         try:
             lines = b"".join(map(to_line, records))
             with self._lock:
-                self._file.append(lines)
+                try:
+                    self._file.append(lines)
+                except FileNotFoundError as error:  # somebody removed it: a new one holds what follows
+                    self.failed(error)
+                    self._file = JsonLines(self._path)
+                    self._file.append(lines)
         except Exception as error:  # also of what a loss or an environment of the user gave
             self.failed(error)
 

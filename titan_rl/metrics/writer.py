@@ -1,9 +1,9 @@
 """Numbers of a run: one JSON object per step in `metrics.jsonl`, the same in TensorBoard, W&B only when asked.
 
 A line is complete or absent: each is written at once, so a killed run keeps every finished step. `metrics.jsonl` is the
-record of a run. Where it cannot be written, because the disk is full, the run says so, keeps the lines and goes on; on
-a disk that has room again a later step writes them. Ending there would lose more, since nothing else could be saved
-either. A run whose lines cannot be written at its end fails.
+record of a run. Where it cannot be written, because the disk is full or somebody removed the file, the run says so,
+keeps the lines and goes on; on a disk that has room again a later step writes them. Ending there would lose more, since
+nothing else could be saved either. A run whose lines cannot be written at its end fails.
 
 TensorBoard and W&B only show what is in there. Each has a thread of its own: one that fails, or hangs, is said once and
 told no more, and costs the run nothing but its picture.
@@ -58,7 +58,7 @@ class MetricsWriter:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS
         self._file = JsonLines(self._path)
-        self._file.append(b"")
+        self._file.append(b"")  # from now on it is there, and whoever removes it is noticed
         self._keep_bytes: int | None = keep_bytes
         self._unwritten = b""
         self._lock = threading.Lock()  # checkpoints are committed in a thread

@@ -95,15 +95,13 @@ class Process:
 def read_processes(run: Path) -> list[Process]:
     """All processes of a run, also those that were replaced, in order of their files' names."""
     found: list[Process] = []
-    pid, lanes = 0, dict[int, str]()
+    lanes: dict[int, str] = {}
     for event in _events(run):
         with contextlib.suppress(KeyError, TypeError):
             if event["name"] == "process_name":
                 about = event["args"]
                 found.append(Process(about["mesh"], about["rank"]))
-                pid, lanes = event["pid"], {}
-            elif event["pid"] != pid:  # of a file that somebody removed, and its process made again
-                continue
+                lanes.clear()
             elif event["name"] == "thread_name" and event["ph"] == "M":
                 lanes[event["tid"]] = event["args"]["name"]
             elif event["ph"] == "X":
