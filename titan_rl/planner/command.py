@@ -64,7 +64,7 @@ class PlanConfig(Workload):
     """In all."""
     devices_per_generator: Count = 1
     lengths: str = "lognormal:4000:1.0:27000"
-    """Tokens per completion: constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST (spread of the logarithm) or
+    """Tokens per completion: uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST (spread of the logarithm) or
     file:PATH (one number per line)."""
     seed: Seed = 0
     """Of the lengths."""
