@@ -297,11 +297,8 @@ class Programs:
 
         A cancellation ends the program; this returns once the session is closed. `on_closed`: called once with the
         session's trajectory, unless the session could not be opened or closed. Returns the program's pickled state.
-
-        Raises as `UserCodePool.run_program` and the gateway do. Besides:
-            TaskTimeout: the program was idle for too long.
-            InfrastructureFailed: the gateway could not read an answer.
-            GeneratorFailed: an engine failed a call.
+        Raises as `UserCodePool.run_program` and the gateway do; TaskTimeout: the program was idle for too long;
+        InfrastructureFailed: the gateway could not read an answer; GeneratorFailed: an engine failed a call.
         """
         abandoned = asyncio.Event()
         session = asyncio.create_task(
