@@ -62,7 +62,7 @@ def run(steps: int, seed: int, *options: str) -> tuple[float, float, float]:
         (file,) = Path(runs).glob("*/metrics.jsonl")
         lines: list[dict[str, Any]] = [json.loads(line) for line in file.open()]
     rewards = [line["evaluation/reward"] for line in lines if "evaluation/reward" in line]
-    seconds = [line["train/seconds"] for line in lines if "train/seconds" in line]
+    seconds = [line["seconds/train"] for line in lines if "seconds/train" in line]
     return rewards[0], rewards[-1], statistics.median(seconds)
 
 

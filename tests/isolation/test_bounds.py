@@ -8,7 +8,6 @@ import select
 import signal
 import socket
 
-import msgspec
 import pytest
 from support.rollouts import UNRULY
 
@@ -17,8 +16,8 @@ from titan_rl.errors import InfrastructureFailed, TaskError
 from titan_rl.isolation import process_io
 from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.user_code import UserCode
-from titan_rl.isolation.wire import MOST_ITEMS, VALUES, BadFrame, CallKind, EnvironmentSetup, UserCall, pack_order
-from titan_rl.types import FinishReason, Message, Purpose, ToolCall
+from titan_rl.isolation.wire import CallKind, EnvironmentSetup, UserCall, pack_order
+from titan_rl.types import FinishReason, Message, Purpose
 
 CONVERSATION = Transcript((Message("user", "0="), Message("assistant", "0")), (FinishReason.STOP,))
 
@@ -66,7 +65,6 @@ async def test_an_answer_that_is_too_long_costs_its_call():
     [
         ("forge", "wrote what is no answer .* and was killed by signal"),
         ("flood", r"wrote what is no answer \(a frame of \d{19} bytes; .* and was killed by signal"),
-        ("litter", "answered something else than was asked for: more than 262144 items"),
         ("lie", "answered something else than was asked for: Expected `array`"),
     ],
 )
@@ -75,27 +73,6 @@ async def test_what_user_code_writes_into_its_socket_is_read_as_data_and_costs_i
     assert re.search(f"prompt 3: its process {why}", str(outcomes.pop(3)))
     assert [reward for reward, _ in outcomes.values()] == [1.0] * 5
     assert "forged" not in capsys.readouterr().out
-
-
-def tool_call(values: list) -> bytes:
-    """An answer that holds 18 items beside these values."""
-    return msgspec.msgpack.encode(((Message("assistant", "", (ToolCall("use", {"values": values}),)),), None))
-
-
-@pytest.mark.parametrize("value", [{}, [], 0, 1 << 40, 0.5, None, "a", "a" * 40, b"a", msgspec.msgpack.Ext(1, b"abc")])
-def test_an_answer_has_so_many_items_of_any_kind_and_no_more(value):
-    read, most = VALUES[CallKind.CALL_TOOLS], [value] * (MOST_ITEMS - 18)
-    (message,), _ = read(tool_call(most))
-    assert message.tool_calls[0].arguments == {"values": most}
-    with pytest.raises(BadFrame, match="more than 262144 items"):
-        read(tool_call([*most, value]))
-
-
-@pytest.mark.parametrize("text", ["a" * 30, "a" * 300, "a" * (1 << 20), b"a" * 200, b"a" * 300, b"a" * (1 << 20)])
-def test_a_long_text_is_one_item(text):
-    values = [text] * (2 * MOST_ITEMS // len(text) + 1)
-    (message,), _ = VALUES[CallKind.CALL_TOOLS](tool_call(values))
-    assert message.tool_calls[0].arguments == {"values": values}
 
 
 async def test_what_a_process_answered_before_it_wrote_something_else_counts():

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from titan_rl.errors import StorageError
 from titan_rl.metrics import writer as module
-from titan_rl.metrics.writer import Backend, MetricsWriter, close_all
+from titan_rl.metrics.writer import Backend, MetricsWriter
 from titan_rl.one_line import one_line
 
 
@@ -151,7 +151,8 @@ def test_a_backend_that_hangs_holds_up_nobody(hangs: str, said: str, monkeypatch
         reached.wait()
         for step in range(2, 10):
             backend.put((step, {}))
-    close_all([backend])
+    backend.put(None)
+    backend.wait()
     let_go.set()
     backend.join()
     assert told == [f"library {said}; it is told no more, and the run goes on"]

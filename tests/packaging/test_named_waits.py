@@ -84,7 +84,6 @@ EXCEPTIONS = {
     "gateway/callers.py:idle": "waits for the rest of the idle time; only a new call repeats it",
     "hosts/agent.py:_guard": "a controller that is cut off tells nobody",
     "metrics/timeline.py:_write_on": "spans are written in batches, once a second",
-    "metrics/writer.py:close_all": "one wait for each backend, within one bound for all",
 }
 """`file:function` → why it may."""
 

@@ -50,8 +50,3 @@ def test_windowed_fifo_keeps_what_greedy_consumption_would_win(runs):
 
 def test_hot_swap_beats_draining(runs):
     assert 1.10 <= speedup(runs, "S=2", "drain") <= 1.20
-
-
-def test_nothing_is_dropped_so_lengths_are_unbiased(runs):
-    for name, run in runs.items():
-        assert run.trained_to_population_length == pytest.approx(1, abs=0.02), name

@@ -14,7 +14,7 @@ from titan_rl.planner.simulation import Resource, simulate
 
 @settings(deadline=None, max_examples=60)
 @given(
-    lengths=st.sampled_from([*map(read_lengths, ("constant:40", "uniform:1:100", "lognormal:40:1.2:500"))]),
+    lengths=st.sampled_from([*map(read_lengths, ("uniform:40:40", "uniform:1:100", "lognormal:40:1.2:500"))]),
     generators=st.integers(1, 5),
     p=st.integers(1, 6),
     samples=st.integers(1, 5),
@@ -54,7 +54,7 @@ def test_no_run_is_faster_than_its_busiest_resource(
 def test_a_synchronous_run_takes_what_its_parts_take_in_turn():
     """Equal lengths: every step is 50 decode steps of 8 requests, half a second of training, publication and load."""
     engine = EngineSpeed(seconds_per_step=0.01, seconds_per_sequence=0.001, seconds_per_load=0.2)
-    result = simulate(small(lengths=read_lengths("constant:50"), engine=engine, steps=10))
+    result = simulate(small(lengths=read_lengths("uniform:50:50"), engine=engine, steps=10))
     assert result.seconds == pytest.approx(10 * (50 * 0.018 + 0.5) + 9 * (0.1 + 0.2))
     assert result.ages == {0: 40}
 
@@ -69,7 +69,7 @@ def test_a_perfect_pipeline_reaches_the_bound_of_its_generators():
     """Equal lengths and always more requests than fit: every engine decodes 8 all the time."""
     result = simulate(
         small(
-            lengths=read_lengths("constant:50"),
+            lengths=read_lengths("uniform:50:50"),
             trainer=TrainerSpeed(seconds_per_step=0.01),
             max_staleness=3,
             window=16,

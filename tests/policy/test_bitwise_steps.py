@@ -76,7 +76,6 @@ def train_steps(
         report = train(policy, batch, tokens)
         if tokens is not None and not step:
             scores["kept"] = tokens.scores
-        del report["seconds"]
         reports.append(report)
     state = policy._state()
     return {

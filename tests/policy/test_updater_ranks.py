@@ -177,10 +177,7 @@ def test_metrics_are_the_same_plain_floats_on_all_ranks(results, case):
         assert all(type(value) is float for value in first.values())
         assert all(other == first for other in others)
         one = results[case[0], 1, 1][0][batch, "metrics"]
-        depends = {"seconds", "imbalance"}
-        assert {k: v for k, v in first.items() if k not in depends} == pytest.approx(
-            {k: v for k, v in one.items() if k not in depends}, rel=1e-4, abs=1e-6
-        )
+        assert first == pytest.approx(one | {"imbalance": first["imbalance"]}, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", [(TIED, 1, 1), (UNTIED, 2, 2)], ids=str)
@@ -352,7 +349,6 @@ def test_how_far_the_samples_are_off_policy_is_measured_over_all_tokens_once(res
     )
     weight = np.exp(log_ratio)
     wanted = {
-        "kl_k1": np.mean(-log_ratio),
         "kl_k3": np.mean(weight - 1 - log_ratio),
         "weight_mean": weight.mean(),
         "weight_max": weight.max(),

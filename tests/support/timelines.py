@@ -27,7 +27,7 @@ def assert_timeline_is_whole(run: Path) -> None:
         assert process.began >= controller.began - CLOCKS and process.ended <= controller.ended + CLOCKS, process.mesh
     assert {"forward", "backward", "optimizer", "publish"} <= names(processes, "trainer")
     assert {"build", "prefill", "decode", "pull", "verify", "wait"} <= names(processes, "generator0")
-    assert {"environment", "grader", "rollout"} <= names(processes, "rollout0")
+    assert {"events", "rollout"} <= names(processes, "rollout0")
 
     trace = json.loads(gzip.decompress((run / TRACE).read_bytes()))
     spans = sum(len(process.main) + len(process.others) for process in processes)

@@ -151,7 +151,7 @@ def test_every_metric_beyond_its_limit_is_a_finding_with_the_advice_of_the_table
         return run_of(**{metric.name: [0.0] * (STEPS * 2 // 3) + [value] * (STEPS // 3)})
 
     assert findings(late(metric.limit)) == []
-    (found,) = findings(late(beyond * metric.limit))
+    (found,) = findings(late(beyond * metric.limit or 1.0))
     assert found.see == metric.name and metric.meaning in found.text and metric.do[1:] in found.do
 
 

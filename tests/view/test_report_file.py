@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import convert
 from synthetic import HOSTILE, make_run
 
-from titan_rl.metrics.rollout_record import BranchRecord
 from titan_rl.view import report as module
-from titan_rl.view.report import VERB, graph, write_report
+from titan_rl.view.report import VERB, write_report
 from titan_rl.view.timelines import read_timelines
 
 BLOCK = re.compile(r'<script type="text/plain" id="data-([\w-]+)">([A-Za-z0-9+/=]*)</script>')
@@ -44,31 +42,12 @@ def test_a_report_has_every_rollout_with_its_tokens(run: Path):
         record = wanted[step, bool(table["evaluated"][at]), table["group"][at], table["sample"][at]]
         detail = found[f"rollouts-{table['run'][at]}-{table['chunk'][at]}"][table["place"][at]]
         assert detail["conversations"] == [*record.get("side_conversations", ()), record["messages"]]
-        for branch, leaf in zip(record["branches"], detail["branches"], strict=True):
-            assert path_ids(detail["segments"], leaf["end"]) == branch["token_ids"]
-
-
-def path_ids(segments: list[dict[str, Any]], at: int) -> list[int]:
-    ids: list[int] = []
-    while at >= 0:
-        ids = segments[at]["ids"] + ids
-        at = segments[at]["parent"]
-    return ids
-
-
-def test_equal_tokens_that_were_both_sampled_are_not_shared():
-    both = BranchRecord([1, 2, 3], [0, 1, 1])
-    segments, leaves = graph([both, both])
-    assert [(each["parent"], each["ids"]) for each in segments] == [(-1, [1]), (0, [2, 3]), (0, [2, 3])]
-    assert leaves == [1, 2]
-
-
-def test_a_shared_token_is_shown_as_the_branch_that_trains_it_has_it():
-    first = {"token_ids": [1, 2, 3], "trained": [0, 1, 0], "logprobs": [None, -0.5, None]}
-    second = {"token_ids": [1, 2, 4], "trained": [0, 0, 1], "logprobs": [None, None, -0.25]}
-    (shared, _, own), _ = graph([convert(each, BranchRecord) for each in (first, second)])
-    assert shared["logprobs"] == [None, -0.5] and shared["trained"] == [0, 1, 1, 1]
-    assert own["logprobs"] == [-0.25]
+        for branch, shown in zip(record["branches"], detail["branches"], strict=True):
+            assert [shown[name] for name in ("ids", "texts", "trained")] == [
+                branch[name] for name in ("token_ids", "texts", "trained")
+            ]
+            gaps = [gap for gap in shown["gaps"] if gap is not None]
+            assert len(gaps) == (0 if branch["trainer_logprobs"] is None else sum(branch["trained"]))
 
 
 def test_advantages_of_tokens_are_shown_where_they_differ():

@@ -7,7 +7,7 @@
 - The program finds the policy where clients look: `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and
   `ANTHROPIC_API_KEY`; and `OPENAI_MODEL` or `ANTHROPIC_MODEL`, which are the same.
 - What it prints is returned; what it prints on standard error is in the worker's log. A program that fails is a
-  `TaskError` that ends with the last of what it said.
+  `TaskError` that ends with the last of what it said. `environment.memory_mib` bounds what is kept of endless output.
 """
 
 import io
@@ -15,13 +15,11 @@ import os
 import runpy
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from titan_rl.errors import TaskError
@@ -31,8 +29,6 @@ from titan_rl.types import Endpoint
 
 LONGEST_TAIL = 400
 """Characters of a failed program's output that its error quotes."""
-LONGEST_OUTPUT = 64 << 20
-"""Bytes that a program may print on one stream. Without a limit, endless output would fill the host's memory."""
 
 
 def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint, stdin: str = "") -> str:
@@ -49,7 +45,7 @@ def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(Path(program).resolve().parent))
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8")
-    printed, before = _Printed(), set(threading.enumerate())
+    printed, before = io.BytesIO(), set(threading.enumerate())
     with redirect_stdout(io.TextIOWrapper(printed, encoding="utf-8", errors="replace", write_through=True)):
         try:
             runpy.run_path(program, run_name="__main__")
@@ -64,13 +60,6 @@ def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint
     if problem:
         raise TaskError(f"{program} {problem}{_tail(output, 'it printed')}") from None
     return output
-
-
-class _Printed(io.BytesIO):
-    def write(self, data: Any) -> int:
-        if self.tell() + len(data) > LONGEST_OUTPUT:
-            raise OSError(f"more than {LONGEST_OUTPUT:,} bytes were printed")
-        return super().write(data)
 
 
 def run_command(
@@ -91,35 +80,20 @@ def run_command(
     """
     name = os.fspath(command[0])
     try:
-        with tempfile.TemporaryFile() as given:  # a pipe could fill up while nobody reads what the program prints
-            given.write(stdin.encode())
-            given.seek(0)
-            process = subprocess.Popen(
-                list(command),
-                stdin=given,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env={**os.environ, **_variables(endpoint), **(env or {})},
-                cwd=cwd,
-            )
+        done = subprocess.run(
+            list(command),
+            input=stdin.encode(),
+            capture_output=True,
+            env={**os.environ, **_variables(endpoint), **(env or {})},
+            cwd=cwd,
+        )
     except OSError as error:
         raise TaskError(f"{name} cannot be started: {error}") from error
-    with process, ThreadPoolExecutor(max_workers=2) as readers:
-        output, errors = readers.map(_read, (process.stdout, process.stderr))
-    complaint = errors.decode(errors="replace")
+    complaint = done.stderr.decode(errors="replace")
     sys.stderr.write(complaint)
-    if max(len(output), len(errors)) > LONGEST_OUTPUT:
-        raise TaskError(f"{name} printed more than {LONGEST_OUTPUT:,} bytes")
-    if process.returncode != 0:
-        raise TaskError(f"{name} {ending_in_words(process.returncode)}{_tail(complaint, 'it said')}")
-    return output.decode(errors="replace")
-
-
-def _read(stream: IO[bytes] | None) -> bytes:
-    """All output, up to one byte more than `LONGEST_OUTPUT`. After that the program can write no more."""
-    assert stream is not None
-    with stream:
-        return stream.read(LONGEST_OUTPUT + 1)
+    if done.returncode != 0:
+        raise TaskError(f"{name} {ending_in_words(done.returncode)}{_tail(complaint, 'it said')}")
+    return done.stdout.decode(errors="replace")
 
 
 def _variables(endpoint: Endpoint) -> dict[str, str]:

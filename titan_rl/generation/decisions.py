@@ -73,7 +73,6 @@ class DecisionMaker:
         self.version: PolicyVersion | None = None
         """The verified version that is served; None while nothing is."""
         self._refusal = ""  # why requests are refused; empty: they are served, or wait for the first weights
-        self._asleep = False
         self._waiting: dict[str, GenerationRequest] = {}
         self._admitted: set[str] = set()
         self._aborts: dict[str, None] = {}  # an ordered set
@@ -110,7 +109,7 @@ class DecisionMaker:
         """Ask for a publication. Raises GeneratorNotServing if asleep (`wake` pulls) or about to be."""
         self._refuse_when_closing()
         waking = self._change is LoopAction.WAKE
-        if self._change is LoopAction.SLEEP or (self._asleep and not waking):
+        if self._change is LoopAction.SLEEP or (self._refusal == _ASLEEP and not waking):
             raise GeneratorNotServing(_ASLEEP)
         self._change = LoopAction.WAKE if waking else LoopAction.PULL_MODEL_STATE_DICT
         self._publication = publication
@@ -165,7 +164,7 @@ class DecisionMaker:
                 self._change = self._publication = None
             case LoopAction.SLEEP:
                 self._change = self.version = None
-                self._refusal, self._asleep = _ASLEEP, True
+                self._refusal = _ASLEEP
             case LoopAction.CLOSE:
                 self._change = self._publication = self.version = None
             case LoopAction.IDLE:
@@ -177,12 +176,12 @@ class DecisionMaker:
     def verified(self, version: PolicyVersion) -> None:
         """A pull was loaded and verified: serve it."""
         self.version = version
-        self._refusal, self._asleep = "", False
+        self._refusal = ""
 
     def failed(self, reason: str) -> None:
         """A pull failed: what the engine holds is unknown, so nothing is served."""
         self.version = None
-        self._refusal, self._asleep = f"stale: {reason}", False
+        self._refusal = f"stale: {reason}"
 
     def finished(self, request_id: str) -> None:
         """The engine is done with an admitted request, whatever the reason."""

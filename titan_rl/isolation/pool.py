@@ -24,7 +24,6 @@ from titan_rl.errors import (
 )
 from titan_rl.isolation.fork_server_client import ForkedProcess, ForkServerClient
 from titan_rl.isolation.wire import (
-    GRADING,
     VALUES,
     BadFrame,
     CallKind,
@@ -34,7 +33,7 @@ from titan_rl.isolation.wire import (
     UserCall,
     pack_order,
 )
-from titan_rl.metrics.activity import SharedSpan, activity
+from titan_rl.metrics.activity import activity
 from titan_rl.one_line import escaped
 from titan_rl.types import Endpoint, Purpose
 
@@ -108,7 +107,6 @@ class UserCodePool:
         self._timer: asyncio.TimerHandle | None = None  # for the next time limit
         self._dispatching: asyncio.Handle | None = None
         self._pause: asyncio.TimerHandle | None = None  # until a further process is tried where there are others
-        self._environment, self._grading = SharedSpan("environment"), SharedSpan("grader")
         self._logged: set[str] = set()  # places whose traceback was logged
         self.restarts = 0
         """How many processes died, or were killed because a call was late."""
@@ -145,8 +143,7 @@ class UserCodePool:
         self._waiting[call.kind in self._asynchronous].append(pending)
         self._dispatch_soon()
         try:
-            with self._grading if call.kind in GRADING else self._environment:
-                return await pending.future
+            return await pending.future
         finally:
             self._open.discard(pending)
 

@@ -16,8 +16,8 @@ import resource
 import socket
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -311,7 +311,7 @@ class Examples:
             raise TaskError(f"size is {size!r}; it is the number of training prompts, or None for an endless stream")
         sizes = [size for size in (size, setup.prompts) if size]
         self.size = min(sizes, default=None)  # distinct training prompts; None: endless
-        self._cached: OrderedDict[int, Example] = OrderedDict()
+        self._training = lru_cache(CACHED_EXAMPLES)(lambda index: _checked("example", environment.example(index)))
 
     def find(self, purpose: Purpose, index: int) -> Example:
         """Number `index` of the training stream, or of the held-out list; or a demonstration, as an example."""
@@ -322,14 +322,7 @@ class Examples:
         if purpose is Purpose.DEMONSTRATE:
             shown = self._environment.demonstration(index)
             return Example(prompt=_demonstration(shown).prompt, answer=shown.answer)
-        if self.size:
-            index %= self.size
-        example = self._cached.get(index)
-        if example is None:
-            example = self._cached[index] = _checked("example", self._environment.example(index))
-            if len(self._cached) > CACHED_EXAMPLES:
-                self._cached.popitem(last=False)
-        return example
+        return self._training(index % self.size if self.size else index)
 
     def check(self, count: int) -> TaskCheck:
         """Make the first `count` training prompts, as far as `LOOK_SECONDS` and half of `step_seconds` go, and the

@@ -2,9 +2,8 @@
 
 - A frame is its length (8 bytes, little endian) and a body. The worker pickles what it sends: whoever reads that runs
   user code anyway. What processes of user code send is MessagePack, and the worker reads it as data of the expected
-  types, up to a length and a number of items (an item of one byte may become an object of 100): no bytes that user code
-  may write can run code in the worker, and reading an answer takes less than 200 MiB of its memory. Objects of user
-  code (a state, an exception) travel as bytes or text, which the worker hands on and does not read.
+  types, up to a length: no bytes that user code may write can run code in the worker. Objects of user code (a state, an
+  exception) travel as bytes or text, which the worker hands on and does not read.
 - Worker → fork server: `EnvironmentSetup`, then `Fork` and `Kill`. Back: `SetupResult`, then `ForkStatus`es.
 - Worker → forked process: `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
 """
@@ -30,11 +29,6 @@ LONGEST_SHOWN = 160
 
 LARGEST_RESULT = 16 << 20
 """Bytes. A longer one fails its call: rendering it would hold up all rollouts of the worker."""
-
-MOST_ITEMS = 1 << 18
-"""Values, names and containers in one answer, or in the description of an environment. More of them would hold up all
-rollouts of the worker while it makes objects of them: 16 MiB of empty dicts become 1.2 GB. 16,000 held-out prompts of
-one message have as many."""
 
 T = TypeVar("T")
 
@@ -102,37 +96,11 @@ class Frames(Generic[T]):
         return messages
 
 
-_HEADS = [1] * 256
-"""Bytes of an item of MessagePack by its first byte, without the text or bytes in it whose length the item tells.
-Containers are heads only: their items follow."""
-_HEADS[0xC4:0xE0] = [2, 3, 5, 3, 4, 6, 5, 9, 2, 3, 5, 9, 2, 3, 5, 9, 3, 4, 6, 10, 18, 2, 3, 5, 3, 5, 3, 5]
-_LENGTHS = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xC7: 1, 0xC8: 2, 0xC9: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
-"""Bytes after the first that tell this length. A short text has it in its first byte."""
-
-
-def _check_items(body: bytes) -> None:
-    """Raises BadFrame if there are more than `MOST_ITEMS`. Makes no objects of them."""
-    if len(body) <= MOST_ITEMS:  # each has a byte at least; so nearly no answer has to be counted
-        return
-    start = 0
-    for _ in range(MOST_ITEMS):
-        if start >= len(body):
-            return
-        first = body[start]
-        length = first - 0xA0 if 0xA0 <= first < 0xC0 else 0
-        if first in _LENGTHS:
-            length = int.from_bytes(body[start + 1 : start + 1 + _LENGTHS[first]], "big")
-        start += _HEADS[first] + length
-    if start < len(body):
-        raise BadFrame(f"more than {MOST_ITEMS} items")
-
-
-def reader(kind: Any, check: Callable[[bytes], None] = _check_items) -> Callable[[bytes], Any]:
+def reader(kind: Any) -> Callable[[bytes], Any]:
     """Reads the body of a report, or an answer's value, of this type; it raises BadFrame where that is another one."""
     decode = msgspec.msgpack.Decoder(kind).decode
 
     def read(body: bytes) -> Any:
-        check(body)
         try:
             return decode(body)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -296,8 +264,7 @@ VALUES = {
     CallKind.PLAY: reader(bytes | None),
 }
 
-read_result = reader(CallResult, check=lambda body: None)
-"""Its value is left as it is, and `VALUES` count its items: one with too many costs its call, and not the process."""
+read_result = reader(CallResult)
 
 
 class SetupResult(NamedTuple):

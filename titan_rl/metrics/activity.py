@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Protocol
 
 from titan_rl.metrics.timeline import Span, timeline
@@ -50,29 +50,6 @@ class Activities:
 
 activity = Activities(timeline)
 """Opens spans that only the timeline shows."""
-
-
-class SharedSpan:
-    """One span for many pieces of work at once: from the first that begins to the last that ends.
-
-    with SharedSpan("grader"): ...
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._open = 0
-        self._span: AbstractContextManager[None] = nullcontext()
-
-    def __enter__(self) -> None:
-        self._open += 1
-        if self._open == 1:
-            self._span = activity(self._name)
-            self._span.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        self._open -= 1
-        if not self._open:
-            self._span.__exit__(None, None, None)
 
 
 class PhaseSeconds:

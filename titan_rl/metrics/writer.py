@@ -13,7 +13,6 @@ import logging
 import math
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ MOST_WAITING = 1000
 START_SECONDS = 600.0
 """How long W&B may take to start. It starts beside the run."""
 CLOSE_SECONDS = 30.0
-"""How long a run waits at its end for all backends together; W&B sends what it has not sent yet."""
+"""How long a run waits at its end for each backend; W&B sends what it has not sent yet."""
 
 Numbers = Mapping[str, float]
 """Of one step, NaN and inf included."""
@@ -106,7 +105,10 @@ class MetricsWriter:
             self._write()
         except StorageError as error:
             self._warn(str(error))
-        close_all(self._backends)
+        for backend in self._backends:
+            backend.put(None)
+        for backend in self._backends:
+            backend.wait()
 
     def _begin(self) -> None:
         """Before the first line: cut off what is not kept."""
@@ -231,9 +233,9 @@ class Backend(threading.Thread):
             _log.warning("%s failed", self.name, exc_info=error)
             self._give_up(f"failed: {type(error).__name__}: {error}")
 
-    def wait(self, seconds: float) -> None:
-        """Return when it is closed, but no later than this."""
-        self.join(seconds)
+    def wait(self) -> None:
+        """Return when it is closed, but no later than after `CLOSE_SECONDS`."""
+        self.join(CLOSE_SECONDS)
         if self.is_alive():
             self._give_up(f"did not close within {CLOSE_SECONDS:g} s")
 
@@ -241,12 +243,3 @@ class Backend(threading.Thread):
         if not self._over:
             self._over = True
             self._warn(f"{self.name} {why}; it is told no more, and the run goes on")
-
-
-def close_all(backends: Sequence[Backend]) -> None:
-    """Close them side by side, within `CLOSE_SECONDS`."""
-    end = time.monotonic() + CLOSE_SECONDS
-    for backend in backends:
-        backend.put(None)
-    for backend in backends:
-        backend.wait(max(0.0, end - time.monotonic()))

@@ -36,7 +36,6 @@ COLUMNS = {
     "limited by": "{limited_by}",
     "age mean": "{mean_age:.2f}",
     "max (bound)": "{max_age} ({bound})",
-    "trained ÷ all lengths": "{trained_to_population_length:.3f}",
     "trainer busy": "{trainer_busy:.0%}",
     "generators busy": "{generators_busy:.0%}",
 }
@@ -65,7 +64,7 @@ class PlanConfig(Workload):
     """In all."""
     devices_per_generator: Count = 1
     lengths: str = "lognormal:4000:1.0:27000"
-    """Tokens per completion: constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST (spread of the logarithm) or
+    """Tokens per completion: uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST (spread of the logarithm) or
     file:PATH (one number per line)."""
     seed: Seed = 0
     """Of the lengths."""
@@ -139,7 +138,6 @@ def _row(result: Result, synchronous: Result, colocated: Result) -> dict[str, An
         "ages": {str(age): count for age, count in result.ages.items()},
         "max_age": max(result.ages, default=0),
         "bound": scenario.limits.bound,
-        "trained_to_population_length": result.trained_to_population_length,
     }
 
 

@@ -47,9 +47,6 @@ def read_lengths(text: str, seed: int = 0) -> Lengths:
     draw: partial[np.ndarray]
     try:
         match kind, rest.split(":"):
-            case "constant", [tokens]:
-                least = int(tokens)
-                draw = partial(Generator.integers, low=least, high=least, endpoint=True)
             case "uniform", [low, high]:
                 least = int(low)
                 draw = partial(Generator.integers, low=least, high=int(high), endpoint=True)
@@ -67,7 +64,7 @@ def read_lengths(text: str, seed: int = 0) -> Lengths:
         if least < 1:
             raise ValueError(f"a length of {least} tokens")
     except (OSError, ValueError) as error:
-        forms = "constant:N, uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST or file:PATH, of at least 1 token"
+        forms = "uniform:LEAST:MOST, lognormal:MEAN:SPREAD:MOST or file:PATH, of at least 1 token"
         raise ConfigError(f"--lengths {text}: {error}; expected {forms}") from error
 
     def lengths(group: int, samples: int) -> list[int]:

@@ -82,8 +82,6 @@ class Result:
     needed: dict[Resource, float]
     ages: dict[int, int]
     """Staleness in steps → groups trained at that age."""
-    trained_to_population_length: float
-    """Mean tokens of trained completions, by those of all that were asked for."""
     trainer_busy: float
     """Share of the time."""
     generators_busy: float
@@ -151,7 +149,6 @@ class _Simulation:
         self._publishing = False
         self._work = Work()
         self._ages: Counter[int] = Counter()
-        self._asked = self._asked_tokens = 0  # completions, and their tokens
 
     def run(self) -> Result:
         for name in self._engines:
@@ -176,8 +173,6 @@ class _Simulation:
             self._buffer.start(group.group_id)
             lengths = self._scenario.lengths(group.group_id, self._scenario.samples_per_group)
             self._playing[group.group_id] = _Playing(len(lengths), sum(lengths), max(lengths))
-            self._asked += len(lengths)
-            self._asked_tokens += sum(lengths)
             for sample, length in enumerate(lengths):
                 sequence = Sequence(f"{group.group_id}.{sample}", group.group_id, self._scenario.prompt_tokens, length)
                 self._waiting[sequence.request_id] = sequence
@@ -297,14 +292,12 @@ class _Simulation:
 
     def _result(self) -> Result:
         scenario, work = self._scenario, self._work
-        samples = scenario.steps * scenario.groups_per_step * scenario.samples_per_group
         return Result(
             scenario=scenario,
             seconds=self._now,
             trained_tokens=work.sampled_tokens,
             needed=seconds_needed(scenario, work),
             ages=dict(sorted(self._ages.items())),
-            trained_to_population_length=work.sampled_tokens / samples / (self._asked_tokens / self._asked),
             trainer_busy=work.train_seconds / self._now,
             generators_busy=sum(e.busy_seconds for e in self._engines.values()) / self._now / len(self._engines),
         )

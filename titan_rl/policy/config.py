@@ -122,7 +122,8 @@ class CriticConfig:
 @dataclass(kw_only=True, slots=True)
 class LogprobAlarmConfig:
     """What to do when trainer and generators disagree about the tokens that this very version sampled, where their
-    logprobs should be equal. Looked at in every step, before the weights change."""
+    logprobs should be equal. Looked at in every step, before the weights change: in its first mini-batch, if it has
+    several."""
 
     mean: NotNegative = 0.05
     """Nats. A larger mean absolute difference is warned about, and reported as `logprob_alarm`. float32 engines stay

@@ -1,22 +1,20 @@
 """Metrics of one train step: gathered per micro-batch without waiting for the device, reduced over ranks.
 
-Sums are reduced before each optimizer step, and say whether loss and gradient are finite anywhere; maxima and time at
-the end. Every rank reports the same numbers: sums over the tokens of all data-parallel ranks, in all optimizer steps,
+Sums are reduced before each optimizer step, and say whether loss and gradient are finite anywhere; maxima at the end.
+Every rank reports the same numbers: sums over the tokens of all data-parallel ranks, in all optimizer steps,
 each token once in each, divided only after they were summed.
 
 How far the samples are off-policy is measured on every trained token, whatever the loss makes of it, from the weight
 w = exp(logprob - behaviour logprob) of a token that the behaviour policy sampled (Schulman 2020, "Approximating KL
 divergence"; Kong 1992 for the effective sample size):
 
-    kl_k1                   mean of -log w: estimates KL(behaviour || current), unbiased, of either sign
-    kl_k3                   mean of w - 1 - log w: the same KL, unbiased and never negative
+    kl_k3                   mean of w - 1 - log w: estimates KL(behaviour || current), unbiased and never negative
     effective_sample_size   (sum of w)^2 / sum of w^2 / tokens: 1 on-policy, 1 / tokens when one token is all
     weight_mean, weight_max the mean is 1 in expectation; far from it the sample says little about the policy
 
 With a reference policy, and v = exp(reference logprob - logprob) of the same tokens:
 
-    reference_kl_k1         mean of -log v: estimates KL(current || reference), unbiased on-policy, of either sign
-    reference_kl_k3         mean of v - 1 - log v: never negative
+    reference_kl_k3         mean of v - 1 - log v: estimates KL(current || reference), never negative
 
 How far the engine is from the trainer is measured on the tokens that this very version sampled, where w should be 1 at
 the weights before the batch: logprob_difference_mean and _max of |log w|, and logprob_outside_share, how many have w
@@ -24,7 +22,7 @@ outside [0.9, 1.1].
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -37,11 +35,9 @@ _SUMS = (
     "tokens",
     "loss",
     "entropy",
-    "kl_k1",
     "kl_k3",
     "weight",
     "weight_square",
-    "reference_kl_k1",
     "reference_kl_k3",
     "on_policy_tokens",
     "logprob_difference",
@@ -114,11 +110,9 @@ class StepMetrics:
             "tokens": torch.full_like(weight, 1.0).sum(),
             "loss": loss.double(),
             "entropy": entropies.sum().double(),
-            "kl_k1": -log_ratio.sum(),
             "kl_k3": (weight - 1 - log_ratio).sum(),
             "weight": weight.sum(),
             "weight_square": weight.square().sum(),
-            "reference_kl_k1": away.sum(),
             "reference_kl_k3": (away.clamp(min=-_LARGEST_LOG_WEIGHT).neg().exp() - 1 + away).sum(),
             "on_policy_tokens": on_policy.sum().double(),
             "logprob_difference": difference.sum(),
@@ -165,23 +159,20 @@ class StepMetrics:
         found = blamed or {rank: texts for rank, texts in enumerate(everyone) if texts}
         return "; ".join(f"rank {rank}: {', '.join(texts)}" for rank, texts in found.items())
 
-    def report(self, *, seconds: float, divisor: float) -> dict[str, float]:
+    def report(self, *, divisor: float) -> dict[str, float]:
         """Collective. The loss, whose sum is divided by `divisor`, of all optimizer steps together; means per trained
-        token of the step; maxima over all ranks; and the slowest rank's time."""
+        token of the step; and maxima over all ranks."""
         empty = torch.full((len(_MAXIMA),), -math.inf, dtype=torch.float64)
-        own = empty if self._maxima is None else self._maxima.cpu()
-        maxima = torch.cat([torch.tensor([seconds], dtype=torch.float64), own])
+        maxima = empty if self._maxima is None else self._maxima.cpu()
         self._ranks.maximum(maxima)
-        slowest, *largest = maxima.tolist()
-        top = dict(zip(_MAXIMA, largest, strict=True))
+        top = dict(zip(_MAXIMA, maxima.tolist(), strict=True))
         total = self._totals
         tokens = total["tokens"]
         difference_mean, outside_share = self.engine_difference
         return {
-            "seconds": slowest,
             "loss": total["loss"] / divisor,
-            **{name: total[name] / tokens for name in ("entropy", "kl_k1", "kl_k3")},
-            **{name: total[name] / tokens for name in ("reference_kl_k1", "reference_kl_k3") if self._reference},
+            **{name: total[name] / tokens for name in ("entropy", "kl_k3")},
+            **({"reference_kl_k3": total["reference_kl_k3"] / tokens} if self._reference else {}),
             "weight_mean": total["weight"] / tokens,
             "weight_max": top["weight_max"],
             "effective_sample_size": total["weight"] ** 2 / total["weight_square"] / tokens,
@@ -194,40 +185,20 @@ class StepMetrics:
         }
 
 
-def difference_before(log_ratios: Sequence[Tensor], *, counted: bool) -> tuple[float, float]:
-    """`StepMetrics.engine_difference` of on-policy tokens at the weights before the batch. Collective."""
-    every, (low, high) = torch.cat(list(log_ratios)).double().cpu(), map(math.log, RATIO_BAND)
-    sums = torch.stack([every.abs().sum(), ((every < low) | (every > high)).sum(), every.new_tensor(len(every))])
-    sums = sums if counted else torch.zeros_like(sums)
-    Ranks(dist.group.WORLD).add(sums)
-    total, outside, count = sums.tolist()
-    return (total / count, outside / count) if count else (0.0, 0.0)
-
-
 def logprob_alarm(config: LogprobAlarmConfig, mean: float, outside_share: float) -> tuple[str, bool]:
-    """The warning about trainer and engine that disagree about one step's on-policy tokens, empty where all is well,
-    and whether it ends the run.
-
-    Every rank sees the same reduced numbers, so all come to the same result. NaN is the worst disagreement, also where
-    a limit is off.
-
-    Args:
-        mean: of |logprob of the trainer - logprob of the engine|, nats.
-        outside_share: share of tokens whose probability ratio is outside `RATIO_BAND`, 0..1.
-    """
+    """The warning about this `StepMetrics.engine_difference`, empty where all is well, and whether it ends the run. NaN
+    is the worst disagreement, also where a limit is off."""
     found = []
-    if math.isnan(mean) or 0 < config.mean < mean:
-        found.append(f"their mean logprob difference is {mean:.3g} nats (trainer.logprob_alarm.mean {config.mean:g})")
+    fatal = math.isnan(mean) or 0 < config.stop_mean < mean
+    if fatal or 0 < config.mean < mean:
+        found.append(
+            f"their mean logprob difference is {mean:.3g} nats (trainer.logprob_alarm.mean {config.mean:g}, stop_mean "
+            f"{config.stop_mean:g})"
+        )
     if 0 < config.outside_share < outside_share:
         found.append(
             f"{outside_share:.1%} of the ratios are off by more than a tenth "
             f"(trainer.logprob_alarm.outside_share {config.outside_share:.0%})"
         )
-    fatal = math.isnan(mean) or 0 < config.stop_mean < mean
-    if fatal and not found:
-        found.append(f"their mean logprob difference is {mean:.3g} nats")
-    if not found:
-        return "", False
-    limit = f"; trainer.logprob_alarm.stop_mean is {config.stop_mean:g}" if fatal and config.stop_mean else ""
-    warning = f"trainer and generators disagree about tokens that this very version sampled: {'; '.join(found)}{limit}"
-    return warning, fatal
+    said = f"trainer and generators disagree about tokens that this very version sampled: {'; '.join(found)}"
+    return said if found else "", fatal

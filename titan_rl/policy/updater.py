@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,7 @@ from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
-from titan_rl.policy.step_metrics import StepMetrics, difference_before, logprob_alarm
+from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
 from titan_rl.types import LARGEST_STEP, PolicyVersion
@@ -174,9 +173,7 @@ class PolicyUpdater:
             recorder: collects scores of those of this rank's samples that it names.
 
         Returns:
-            grad_norm (before clipping; the mean over optimizer steps), lr, trained_tokens, tokens, imbalance,
-            logprob_alarm (1 when the engine is too far from this policy), the loss's own metrics, and what
-            `step_metrics` defines.
+            the metrics `train/…`.
 
         Raises:
             SamplesLost: samples are missing or damaged (on all ranks; the weights are untouched).
@@ -268,7 +265,6 @@ class PolicyUpdater:
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
     ) -> dict[str, float]:
         """One step of RL, which may be several optimizer steps, or of the warm-up."""
-        began = time.perf_counter()
         what = f"warm-up step {self._warm_up_steps}" if warm_up else f"step {self.step}"
         trained, longest = plan.trained_tokens, plan.longest
         if self._torn:
@@ -292,10 +288,6 @@ class PolicyUpdater:
         if several := epochs * len(minibatches) > 1 or judge is not None:
             held = [self._with_proximal(each, warm_up=warm_up) for each in rounds]
             samples.raise_if_lost(what)
-            before = [(each, each.proximal_logprobs) for each in held if not warm_up]
-            away = [(old - each.behaviour_logprobs)[self._on_policy(each)] for each, old in before if old is not None]
-            if away:
-                alarmed = self._disagrees_with_engine(*difference_before(away, counted=metrics.counted))
             held = judge.judged(held, counted=metrics.counted) if judge else held
             parts = [[held.pop(0) for _ in range(each.rounds)] for each in minibatches]
         norms: list[float] = []
@@ -316,7 +308,7 @@ class PolicyUpdater:
                 done = f"{number} optimizer steps of its batch were made" if number else "the weights were not changed"
                 if not metrics.finite:
                     raise TrainingError(f"{what}: {metrics.describe_failure(norms[-1])}; {done}")
-                if not warm_up and not several:
+                if not warm_up and not number:
                     alarmed = self._disagrees_with_engine(*metrics.engine_difference)
             except Exception:
                 optimizer.discard_gradients()
@@ -328,7 +320,7 @@ class PolicyUpdater:
             if critic is not None:
                 critic.step()
         self._torn = False
-        return metrics.report(seconds=time.perf_counter() - began, divisor=epochs * sum(divisors)) | {
+        return metrics.report(divisor=epochs * sum(divisors)) | {
             "grad_norm": sum(norms) / len(norms),
             "lr": lr,
             "logprob_alarm": float(alarmed),

@@ -301,14 +301,9 @@ class Programs:
         """Run the environment's `play` for the request's prompt in its own session.
 
         A cancellation ends the program; this returns once the session is closed. `on_closed`: called once with the
-        session's trajectory, unless the session could not be opened or closed. Returns the program's pickled state;
-        None if it returned None.
-
-        Raises:
-            TaskError: the program failed, or was idle for too long.
-            InfrastructureFailed: the gateway could not read an answer.
-            GeneratorFailed: an engine failed a call.
-            TitanError: the gateway raised it.
+        session's trajectory, unless the session could not be opened or closed. Returns the program's pickled state.
+        Raises as `UserCodePool.run_program` and the gateway do; TaskTimeout: the program was idle for too long;
+        InfrastructureFailed: the gateway could not read an answer; GeneratorFailed: an engine failed a call.
         """
         abandoned = asyncio.Event()
         session = asyncio.create_task(

@@ -27,7 +27,6 @@ from titan_rl.view.learning import (
 from titan_rl.view.read import Run
 from titan_rl.view.timelines import COMPUTE, HINTS, MEANINGS, Account
 
-MOST_CLIPPED_STEPS = 0.5
 MISMATCH_GROWTH = 3.0
 LEAST_MISMATCH = 1e-5
 """Nats. Rounding of float32 alone makes less."""
@@ -124,28 +123,12 @@ def _failed(run: Run) -> Iterator[Finding]:
         yield dataclasses.replace(finding(Kind.WARNING, see, "Rollouts fail", text), counts=counts)
 
 
-def _gradient(run: Run) -> Iterator[Finding]:
-    name = "train/grad_norm"
-    norms, most = run.values(name), run.config.get("trainer.optimizer.max_grad_norm", 0)
-    clipped = sum(norm > most for norm in norms) / len(norms) if norms and most else 0.0
-    if len(norms) >= FEWEST_STEPS and clipped > MOST_CLIPPED_STEPS:
-        text = f"In {clipped:.0%} of the steps the gradient was longer than max_grad_norm = {most:g}."
-        do = "Raise trainer.optimizer.max_grad_norm, or count on a smaller step than trainer.optimizer.lr says."
-        yield finding(Kind.NOTE, name, "Most gradients are clipped", text, do)
-
-
 def _not_finite(run: Run) -> Iterator[Finding]:
     for name, series in run.series.items():
         if missing := [step for step, value in series.items() if value is None]:
             text = f"{name} was NaN or infinite in {len(missing)} steps, first in step {missing[0]}."
             do = "Look at the step before: gradient norm, importance weights, its rollouts."
             yield finding(Kind.PROBLEM, name, "A number is not finite", text, do)
-
-
-def _lost(run: Run) -> Iterator[Finding]:
-    if lost := max(run.values("fleet/lost"), default=0.0):
-        text = f"Up to {lost:.0f} generators were dead at once; their requests went on elsewhere."
-        yield finding(Kind.NOTE, "fleet/lost", "Generators were lost", text, "Their logs say why.")
 
 
 def _unfinished(run: Run) -> Iterator[Finding]:
@@ -163,8 +146,6 @@ RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (
     _failed,
     _beyond_limits,
     _idle,
-    _lost,
-    _gradient,
     _unfinished,
 )
 

@@ -34,8 +34,6 @@ APART = 0.15
 """Of a reward; a smaller difference of training and evaluation counts as none."""
 FEWEST_CORRELATED, CORRELATED = 30, 0.8
 """Recorded rollouts, and their correlation of reward and length from which the length is what pays."""
-MOST_CLIPPED, MOST_KL = 0.2, 0.05
-"""Clipped share and nats in a step between two versions; beyond them a step goes further than its samples carry."""
 NO_KL = 1e-6
 LITTLE = 0.1
 """Of the largest reward: a mean below it is no signal to speak of."""
@@ -170,12 +168,9 @@ def _reward(run: Run) -> Iterator[Finding]:
 
 def _goes_too_far(run: Run) -> str:
     """How far steps went from the policies that had sampled, where that is too far."""
-    for name, limit, unit in (
-        ("train/clip_share", MOST_CLIPPED, "of the tokens clipped"),
-        ("train/kl_k3", MOST_KL, ""),
-    ):
+    for name, unit in (("train/clip_share", "of the tokens clipped"), ("train/kl_k3", "")):
         values = run.values(name)
-        if len(values) >= FEWEST_STEPS and (worst := sorted(values)[-len(values) // 10]) > limit:
+        if len(values) >= FEWEST_STEPS and (worst := sorted(values)[-len(values) // 10]) > limit(name):
             return f"{percent(worst)} {unit}" if unit else f"{worst:.2g} nats"
     return ""
 

@@ -112,8 +112,6 @@ def read_listed(line: Mapping[str, Any], offset: int) -> ListedRollout:
     answers = [at for at, message in enumerate(messages) if message.get("role") == "assistant"]
     asked = (answers[0] if answers else len(messages)) - 1
     numbers = msgspec.structs.asdict(record) | {"messages": [], "side_conversations": [], "turns": [], "branches": []}
-    if not messages:
-        numbers["wanted"] = ""  # a group that was restored has no answer here
     return ListedRollout(
         **numbers,
         offset=offset,

@@ -7,7 +7,6 @@ on.
 - No text of a run is HTML or script: all of it is packed data, and the page sets it as text only.
 - A content security policy lets the page's own script run and nothing else, and forbids every request.
 - What is large is thinned, and the page says so. Where not all rollouts fit, every step keeps some.
-- A token that several branches share is stored once, as the branch that trains it has it.
 """
 
 import base64
@@ -17,7 +16,6 @@ import json
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -49,7 +47,6 @@ CHUNK = 100_000
 some milliseconds."""
 MOST_POINTS = 1_000
 """Of a curve; a longer one is drawn by means over equally many steps."""
-LENGTH_BINS = 24
 PREVIEW = 60
 """Characters of a text in the list of rollouts."""
 
@@ -118,7 +115,6 @@ def _main(runs: Sequence[Run], shown: int) -> dict[str, Any]:
         "series": {name: [_curve(run.series.get(name, {})) for run in runs] for name in names},
         "seconds": [_curve(run.seconds) for run in runs],
         "ages": [_ages(run) for run in runs],
-        "lengths": _lengths(runs),
         "timelines": [[asdict(each) for each in run.timelines] for run in runs],
         "settings": _settings(runs),
         "rollouts": {"shown": shown, "recorded": sum(run.recorded for run in runs)},
@@ -164,21 +160,6 @@ def _ages(run: Run) -> list[float | None]:
     while values := run.values(f"staleness/share_of_age_{len(ages)}"):
         ages.append(_short(sum(values) / len(values)))
     return ages
-
-
-def _lengths(runs: Sequence[Run]) -> dict[str, Any]:
-    """Shares of rollouts by sampled tokens. Only those that were kept at random: best and worst are a choice."""
-    lengths = [
-        [each.sampled_tokens for each in run.rollouts if "random" in each.kept and not each.evaluated] for run in runs
-    ]
-    longest = max((length for each in lengths for length in each), default=0)
-    width = max(1, -(-(longest + 1) // LENGTH_BINS))
-    bins = longest // width + 1
-    shares = []
-    for each in lengths:
-        counts = Counter(length // width for length in each)
-        shares.append([_short(counts[at] / len(each)) for at in range(bins)] if each else [])
-    return {"width": width, "shares": shares, "rollouts": [len(each) for each in lengths]}
 
 
 def _settings(runs: Sequence[Run]) -> list[list[Any]]:
@@ -247,84 +228,28 @@ def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, 
 
 def _detail(record: RolloutRecord) -> dict[str, Any]:
     """What the page shows of one rollout when it is chosen."""
-    segments, leaves = graph(record.branches)
-    branches = zip(record.branches, leaves, strict=True)
     return {
         "conversations": [*record.side_conversations, record.messages],
         "turns": msgspec.to_builtins(record.turns),
         "parts": {name: value if math.isfinite(value) else None for name, value in record.reward_parts.items()},
-        "segments": segments,
-        "branches": [{"sample": branch.sample, "end": leaf} for branch, leaf in branches],
+        "branches": [*map(_branch, record.branches)],
     }
 
 
-def graph(branches: Sequence[BranchRecord]) -> tuple[list[dict[str, Any]], list[int]]:
-    """The token graph of some branches: segments, each after its parent, and the last segment of every branch.
-
-    >>> segments, leaves = graph([BranchRecord([1, 2, 3], [0, 0, 1]), BranchRecord([1, 2, 9], [0, 0, 1])])
-    >>> [(each["parent"], each["ids"]) for each in segments], leaves
-    ([(-1, [1, 2]), (0, [3]), (0, [9])], [1, 2])
-    """
-    segments: list[dict[str, Any]] = []
-    leaves = [-1] * len(branches)
-    todo = [(list(range(len(branches))), 0, -1)]
-    while todo:
-        members, start, parent = todo.pop()
-        end = _common(branches, members, start)
-        here = parent
-        if end > start:
-            here = len(segments)
-            segments.append(_segment([branches[member] for member in members], start, end, parent))
-        apart: dict[Any, list[int]] = {}
-        for member in members:
-            ids, trained = branches[member].token_ids, branches[member].trained
-            if len(ids) == end:
-                leaves[member] = here
-            else:  # equal tokens that were both sampled are two samples
-                apart.setdefault((ids[end], member if trained[end] else -1), []).append(member)
-        todo += [(rest, end, here) for rest in reversed(apart.values())]
-    return segments, leaves
-
-
-def _common(branches: Sequence[BranchRecord], members: Sequence[int], start: int) -> int:
-    """Where the members, equal up to `start`, stop being equal."""
-    if len(members) == 1:
-        return len(branches[members[0]].token_ids)
-    end = start
-    for tokens in zip(*(branches[member].token_ids[start:] for member in members), strict=False):
-        if len({*tokens}) > 1 or sum(bool(branches[member].trained[end]) for member in members) > 1:
-            break
-        end += 1
-    return end
-
-
-def _segment(members: Sequence[BranchRecord], start: int, end: int, parent: int) -> dict[str, Any]:
-    """Tokens `start` to `end`. Where one member trains a token, its values count."""
-    where = range(start, end)
-    owners = [next((each for each in members if each.trained[at]), members[0]) for at in where]
-
-    def column(name: str) -> list[Any]:
-        lists = (getattr(each, name) for each in owners)
-        return [values[at] if values else None for values, at in zip(lists, where, strict=True)]
-
-    generator, trainer = column("logprobs"), column("trainer_logprobs")
-    gaps = [None if a is None or b is None else _short(b - a, 3) for a, b in zip(generator, trainer, strict=True)]
+def _branch(branch: BranchRecord) -> dict[str, Any]:
+    trainer, generator = (
+        values or [None] * len(branch.token_ids) for values in (branch.trainer_logprobs, branch.logprobs)
+    )
     return {
-        "parent": parent,
-        "ids": members[0].token_ids[start:end],
-        "texts": [text or "" for text in column("texts")],
-        "trained": _run_lengths([int(bool(value)) for value in column("trained")]),
+        "ids": branch.token_ids,
+        "texts": branch.texts or [],
+        "trained": branch.trained,
         "logprobs": [_short(value, 4) for value in generator],
-        "gaps": gaps if any(gap is not None for gap in gaps) else None,
-        "weights": _run_lengths([_short(value, 4) for value in column("weights")]),
-        "versions": _run_lengths([value or "" for value in column("versions")]),
-        "advantages": _run_lengths(column("advantages")) if any(each.advantages for each in members) else None,
+        "gaps": [None if a is None or b is None else _short(b - a, 3) for a, b in zip(generator, trainer, strict=True)],
+        "weights": [_short(value, 4) for value in branch.weights or ()],
+        "versions": branch.versions or [],
+        "advantages": branch.advantages,
     }
-
-
-def _run_lengths(values: Sequence[Any]) -> list[Any]:
-    """Value, count, value, count, …"""
-    return [part for value, same in groupby(values) for part in (value, sum(1 for _ in same))]
 
 
 def _json(value: Any) -> str:

@@ -94,8 +94,6 @@ def misbehave(how: str) -> None:
             answer = msgspec.msgpack.encode((3, (1.0, {}), None))
             write_to_all_sockets(answer + struct.pack("<Q", 4) + b"junk", length=len(answer))
             time.sleep(60)
-        case "litter":  # answers call number 3 with a score of very many parts
-            write_to_all_sockets(msgspec.msgpack.encode((3, (1.0, {f"{part}": 1.0 for part in range(200_000)}), None)))
         case "orphan":
             child = subprocess.Popen(["sleep", "60"])
             print(f"orphan {child.pid}", flush=True)

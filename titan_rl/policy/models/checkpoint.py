@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
 
 
-_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
-"""Old checkpoints store this buffer; it follows from the config."""
-
-
 def load_weights(policy: Policy, directory: Path) -> None:
     """Fill this rank's shards from `directory/*.safetensors`, reading only its boxes. Stored dtypes are widened.
 
@@ -47,8 +43,7 @@ def load_weights(policy: Policy, directory: Path) -> None:
     files = _tensor_files(directory)
     shapes = policy.shape.tensor_shapes()
     allowed = {*shapes, LM_HEAD} if policy.shape.tied else shapes.keys()
-    unexpected = {name for name in files.keys() - allowed if not name.endswith(_IGNORED_SUFFIX)}
-    for names, problem in ((shapes.keys() - files, "are missing"), (unexpected, "are not part of Qwen3")):
+    for names, problem in ((shapes.keys() - files, "are missing"), (files.keys() - allowed, "are not part of Qwen3")):
         if names:
             some = ", ".join(sorted(names)[:5]) + ", …" * (len(names) > 5)
             raise ConfigError(f"{directory}: {len(names)} tensors {problem}: {some}")

@@ -188,14 +188,9 @@ function seconds(data, run, steps) {
 
 function drawHistograms(data) {
   const ages = Math.max(0, ...data.ages.map((shares) => shares.length));
-  const lengths = data.lengths;
   const place = byId("histograms");
   if (ages) place.append(histogram(data, "Age of trained samples", "optimizer steps between sampling and training", data.ages,
     Array.from({ length: ages }, (_, age) => String(age)), "share of trained samples, mean over the steps"));
-  if (lengths.rollouts.some(Boolean)) place.append(histogram(data, "Length of rollouts", "sampled tokens", lengths.shares,
-    Array.from({ length: Math.max(...lengths.shares.map((shares) => shares.length)) }, (_, bin) =>
-      lengths.width === 1 ? String(bin) : `${bin * lengths.width}–${(bin + 1) * lengths.width - 1}`),
-    `share of ${lengths.rollouts.map((count) => integers.format(count)).join(" and ")} training rollouts recorded at random`));
   if ("rollout/trained_length_mean" in data.series) place.append(lengthTable(data));
   if (!place.children.length) place.append(element("p", { class: "empty" }, "No samples were trained."));
 }

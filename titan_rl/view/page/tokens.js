@@ -3,25 +3,10 @@
 const COLOURINGS = [["mask", "Mask"], ["gap", "Logprob gap"], ["logprob", "Logprob"], ["advantage", "Advantage"], ["weight", "Loss weight"], ["version", "Version"]];
 let colouring = "mask"; // stays from rollout to rollout
 
-/** [value, count, value, count, …] → one value per token. */
-function spread(runs) {
-  const values = [];
-  for (let at = 0; at < runs.length; at += 2) for (let left = runs[at + 1]; left > 0; left--) values.push(runs[at]);
-  return values;
-}
-
-/** The tokens of a branch, first to last, each with its segment. */
-function pathOf(rollout, branch) {
-  const path = [];
-  for (let at = rollout.branches[branch].end; at >= 0; at = rollout.segments[at].parent) path.unshift(at);
-  return path;
-}
-
-function tokensOf(segment, advantage) {
-  const trained = spread(segment.trained), weights = spread(segment.weights), versions = spread(segment.versions);
-  const advantages = segment.advantages ? spread(segment.advantages) : null;
-  return segment.ids.map((id, at) => ({ id, text: segment.texts[at] ?? "", trained: trained[at] === 1, logprob: segment.logprobs[at], gap: segment.gaps ? segment.gaps[at] : null,
-    weight: weights[at], version: versions[at], advantage: trained[at] !== 1 ? null : advantages ? advantages[at] : advantage }));
+function tokensOf(branch, advantage) {
+  const advantages = branch.advantages ?? branch.ids.map(() => advantage);
+  return branch.ids.map((id, at) => ({ id, text: branch.texts[at] ?? "", trained: !!branch.trained[at], logprob: branch.logprobs[at], gap: branch.gaps[at],
+    weight: branch.weights[at] ?? null, version: branch.versions[at], advantage: branch.trained[at] ? advantages[at] : null }));
 }
 
 function drawRollout(data, table, at, rollout, go) {
@@ -69,7 +54,7 @@ function messageOf(message) {
 
 function tokenView(rollout, advantage) {
   const branches = rollout.branches.length;
-  const lists = rollout.segments.map((segment) => tokensOf(segment, advantage));
+  const lists = rollout.branches.map((each) => tokensOf(each, advantage));
   const scale = scaleOf(lists.flat());
   const box = element("div", { class: "tokens", tabindex: "0", "aria-label": "Tokens" });
   const inspector = element("div", { class: "inspector", "aria-live": "polite" }), legend = element("div", { class: "legend" });
@@ -80,17 +65,13 @@ function tokenView(rollout, advantage) {
     picked?.classList.remove("picked");
     picked = span;
     span.classList.add("picked");
-    inspector.replaceChildren(...inspected(lists[span.dataset.segment][span.dataset.at]));
+    inspector.replaceChildren(...inspected(lists[branch][span.dataset.at]));
   };
   const draw = () => {
-    const path = pathOf(rollout, branch);
-    box.replaceChildren(...path.map((segment) => {
-      const part = element("span");
-      lists[segment].forEach((token, at) => part.append(tokenSpan(token, segment, at, scale))); // too many to be arguments
-      return part;
-    }));
+    box.replaceChildren();
+    lists[branch]?.forEach((token, at) => box.append(tokenSpan(token, at, scale))); // too many to be arguments
     legend.replaceChildren(...scale.legend());
-    tree.replaceChildren(...(branches > 1 ? treeOf(rollout, path, branch, (other) => { branch = other; draw(); }) : []));
+    tree.replaceChildren(...(branches > 1 ? treeOf(rollout.branches, branch, (other) => { branch = other; draw(); }) : []));
     picked = null;
     inspector.replaceChildren(element("span", { class: "hint" }, "Point at a token or tap it; arrow keys walk."));
   };
@@ -111,10 +92,10 @@ function tokenView(rollout, advantage) {
     first ? box : element("p", { class: "empty" }, "No tokens."), inspector);
 }
 
-function tokenSpan(token, segment, at, scale) {
+function tokenSpan(token, at, scale) {
   const plain = token.text.replaceAll("\n", "↵\n").replaceAll("\t", "⇥");
   const nameless = /^\p{C}*$/u.test(plain); // nothing to be seen
-  const span = element("span", { class: `token${token.trained ? " trained" : ""}${nameless ? " nameless" : ""}`, "data-segment": segment, "data-at": at }, nameless ? `‹${token.id}›` : plain);
+  const span = element("span", { class: `token${token.trained ? " trained" : ""}${nameless ? " nameless" : ""}`, "data-at": at }, nameless ? `‹${token.id}›` : plain);
   const colour = scale.colour(token);
   if (colour) span.style.backgroundColor = colour;
   return span;
@@ -161,20 +142,20 @@ function scaleOf(tokens) {
   };
 }
 
-/** A row per branch: what it shares with older branches is drawn once, above. */
-function treeOf(rollout, path, branch, choose) {
-  const starts = [];
-  rollout.segments.forEach((segment, at) => { starts[at] = segment.parent < 0 ? 0 : starts[segment.parent] + rollout.segments[segment.parent].ids.length; });
-  const length = Math.max(...rollout.segments.map((segment, at) => starts[at] + segment.ids.length));
-  const drawn = new Set();
-  return rollout.branches.map((each, number_) => {
-    const own = pathOf(rollout, number_).filter((segment) => !drawn.has(segment));
-    own.forEach((segment) => drawn.add(segment));
-    const line = element("button", { type: "button", class: "branch", "aria-pressed": String(number_ === branch), click: () => choose(number_) },
+/** A row per branch, with what it does not share with an older one. */
+function treeOf(branches, chosen, choose) {
+  const length = Math.max(...branches.map((each) => each.ids.length));
+  return branches.map((each, number_) => {
+    const shared = Math.max(0, ...branches.slice(0, number_).map((older) => commonLength(older, each))), own = each.ids.length - shared;
+    return element("button", { type: "button", class: "branch", "aria-pressed": String(number_ === chosen), click: () => choose(number_) },
       element("span", { class: "branch-name" }, `Branch ${number_ + 1}`),
-      element("span", { class: "strip" }, ...own.map((segment) => element("i", { class: path.includes(segment) ? "on" : null,
-        style: `left:${(100 * starts[segment]) / length}%;width:max(3px, ${(100 * rollout.segments[segment].ids.length) / length}%)` }))),
-      element("small", {}, own.length ? `${own.reduce((sum, segment) => sum + rollout.segments[segment].ids.length, 0)} own tokens` : "all shared"));
-    return line;
+      element("span", { class: "strip" }, element("i", { class: number_ === chosen ? "on" : null, style: `left:${(100 * shared) / length}%;width:max(3px, ${(100 * own) / length}%)` })),
+      element("small", {}, own ? `${own} own tokens` : "all shared"));
   });
+}
+
+/** Tokens with which both begin. Equal ones that were sampled twice are two. */
+function commonLength(one, other) {
+  const apart = one.ids.findIndex((id, at) => id !== other.ids[at] || (one.trained[at] && other.trained[at]));
+  return apart < 0 ? one.ids.length : apart;
 }
