@@ -237,9 +237,8 @@ def _detail(record: RolloutRecord) -> dict[str, Any]:
 
 
 def _branch(branch: BranchRecord) -> dict[str, Any]:
-    trainer, generator = (
-        values or [None] * len(branch.token_ids) for values in (branch.trainer_logprobs, branch.logprobs)
-    )
+    none = [None] * len(branch.token_ids)
+    generator, trainer = branch.logprobs or none, branch.trainer_logprobs or none
     return {
         "ids": branch.token_ids,
         "texts": branch.texts or [],
