@@ -61,8 +61,8 @@ class PlacementConfig:
     gateway: str = "host0"
     """Host of the gateway."""
     rdma: Literal["auto", "off"] = "auto"
-    """`auto`: where two hosts have RDMA, weights and samples go by it, unless a first read from a host fails: then that
-    host's go by TCP, and the run says so. `off`: all by TCP."""
+    """`auto`: where two hosts have RDMA, weights go by it, unless a first read from a host fails: then that host's go
+    by TCP, and the run says so. `off`: all by TCP."""
     host_seconds: Positive = 10.0
     """A host that answers nothing for so long is lost, with everything on it."""
 

@@ -234,7 +234,7 @@ class AttachedHost(Host):
         except Exception as error:  # of Monarch, of its libraries, or of the agent
             self.variables = TCP_ONLY
             why = str(error).partition("\n")[0]
-            say(f"RDMA from {self.label} does not work ({why}): its weights and samples go by TCP")
+            say(f"RDMA from {self.label} does not work ({why}): its weights go by TCP")
 
     def mesh(self) -> Any:
         return self._mesh
