@@ -22,8 +22,7 @@ import os
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -279,25 +278,6 @@ def references_in(path: Path, batch: SampleBatch) -> SampleBatch:
     return SampleBatch.of(
         ref._replace(location=str(path), offset=offset) for ref, offset in zip(batch.refs, ends, strict=False)
     )
-
-
-def prefetched(
-    source: SampleSource, batches: Sequence[SampleBatch]
-) -> Generator[tuple[TrainingSample, ...], None, None]:
-    """What `source.fetch` gives for each batch, in order, fetched by one thread while the caller works on the last one.
-    An error comes where its batch's samples would have come. The thread ends with the iterator; a single batch needs
-    none."""
-    if len(batches) == 1:
-        yield source.fetch(batches[0])
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
-        ahead: Future[tuple[TrainingSample, ...]] | None = None
-        for batch in batches:
-            current, ahead = ahead, thread.submit(source.fetch, batch)
-            if current is not None:
-                yield current.result()
-        if ahead is not None:
-            yield ahead.result()
 
 
 def _write(path: str, content: bytes) -> None:
