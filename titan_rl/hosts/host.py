@@ -18,7 +18,6 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from monarch.rdma import is_ibverbs_available
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
-from titan_rl.hosts.shipped_logs import MOST_BYTES, Pace, ShippedLogs
+from titan_rl.hosts.shipped_logs import PULSE_BYTES, ShippedLogs
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -275,7 +274,7 @@ class AttachedHost(Host):
             await asyncio.gather(pulses, return_exceptions=True)
         if self._agent is not None and not self.lost:  # it was reached, and somebody there answers
             if pulses is not None:  # it was attached
-                await self._ask(HostAgent.pulse, 16 * MOST_BYTES)  # the last lines of the logs
+                await self._ask(HostAgent.pulse, 64 * PULSE_BYTES)  # the last lines of the logs
                 await self.remove_segments("")
             self.lost = self.lost or "it was detached"
             await self._agent.close()
@@ -298,14 +297,9 @@ class AttachedHost(Host):
             _log.warning("%s", error)
 
     async def _watch_pulses(self) -> None:
-        pace = Pace(self._silent_seconds)
-
         async def pulse() -> list[Pulse]:
-            began, room = time.monotonic(), self._logs is None or self._logs.has_room
-            try:
-                return [await self._call(HostAgent.pulse, pace.nbytes if room else 0, seconds=None)]
-            finally:
-                pace.took(time.monotonic() - began)
+            room = self._logs is None or self._logs.has_room
+            return [await self._call(HostAgent.pulse, PULSE_BYTES if room else 0, seconds=None)]
 
         try:
             await until_still(pulse, self._silent_seconds)
