@@ -55,6 +55,7 @@ ENDED_BY = {
     "run/run.py:work": "a signal or a fault: `run_serving` watches for both",
     "supervision/run_end.py:unless_given_up": "the work, whose calls wait so long for a trainer that is replaced",
     "supervision/supervisor.py:until": "the end of a mesh or its start, which are bounded; `close` cancels who waits",
+    "supervision/run_end.py:fail": "the first fatal fault; the end of the block cancels it",
     "supervision/run_end.py:watched": "the work of a replacement; `close` cancels it",
     "rollout/rollouter.py:_idle": "`_session` cancels it",
     "rollout/rollouter.py:_session": "the program, its idle time, or its end",
