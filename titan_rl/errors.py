@@ -45,10 +45,6 @@ class RequestAborted(RequestError):
     """A completion was aborted."""
 
 
-class RequestTimeout(RequestError):
-    """A request was not finished within `router.request_seconds`. Says nothing about the generator that served it."""
-
-
 class RequestLost(RequestError):
     """Generators died under a request, one after another, so it is not given to more of them."""
 

@@ -38,7 +38,7 @@ class RouterClient(RequestClient):
         replaced_within: float | None = 0.0,
     ) -> None:
         super().__init__(actor, name=name, who=who, replaced_within=replaced_within)
-        self._seconds = seconds  # limit of a call that waits for no generator; a request has `router.request_seconds`
+        self._seconds = seconds  # limit of a call that waits for no generator
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
         self._over: list[str] = []  # sessions that the router has not heard of
@@ -48,7 +48,7 @@ class RouterClient(RequestClient):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """The completion of one request. Cancelling the call aborts the engine's work. Raises RequestError: the request
-        is invalid or ran out of time, or generators died while they ran it; GeneratorFailed, ActorFailed: no generator
+        is invalid, or generators died while they ran it; GeneratorFailed, ActorFailed: no generator
         can serve it."""
         asked_at = time.monotonic()
         completion = await self.retry_on_replacement(lambda: self._generate(request))
