@@ -57,7 +57,6 @@ class Generator(RequestServer):
         self._rank = int(os.environ["RANK"])
         self._rank0: Connection | None = None
         self._relay: MeshClient | None = None
-        self._refused: Publication | None = None  # what came to this host is not what was published
         self._loop: EngineLoop | None = None
         self._failure: TitanError | None = None  # why this generator can serve no more
         self._failed = asyncio.Event()  # set with it
@@ -140,18 +139,11 @@ class Generator(RequestServer):
         """Bring the weights to this host while the engine goes on, then pull them."""
         self._running()
         if (relay := self._relay) is not None:
-            again = publication == self._refused
             try:
-                await relay.retry_on_replacement(
-                    lambda: relay.ranks[0].call(None, WeightRelay.bring, publication, again=again)
-                )
+                await relay.retry_on_replacement(lambda: relay.ranks[0].call(None, WeightRelay.bring, publication))
             except ActorGone as gone:  # which a caller would take for the end of this generator
                 raise WeightsError(f"{publication} did not come: {gone}") from gone
-        try:
-            return await self._outcome(pull())
-        except WeightsError:
-            self._refused = publication
-            raise
+        return await self._outcome(pull())
 
     def _running(self) -> EngineLoop:
         if self._failure is not None:
