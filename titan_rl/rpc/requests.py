@@ -298,7 +298,6 @@ class RequestClient(MeshClient):
         except Exception as why:  # a field of one of them cannot be pickled
             error = RequestError(f"{self.name}: requests cannot be sent: {type(why).__name__}: {why}")
             self._fail([request.request_id for request in requests], error)
-        self.connection.flush()  # this is the end of the tick already
 
     def _on_lost(self, reason: str) -> None:
         self._fail(list(self._open), ActorGone(f"{self.name}.generate_many: {reason}"))
