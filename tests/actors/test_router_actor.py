@@ -121,7 +121,7 @@ async def test_a_router_that_has_ended_answers_every_call_that_would_wait() -> N
 async def test_whoever_watches_a_router_hears_why_it_ended_and_requests_wait_for_the_next_one() -> None:
     broken, sound = Fleet(RouterConfig(strategy=f"{__file__}:BrokenStart"), 1), Fleet(RouterConfig(), 1)
     async with broken, sound:
-        client = RouterClient(broken.router.actor, seconds=SECONDS, replaced_within=None)
+        client = RouterClient(broken.router.actor, seconds=SECONDS, is_replaced=True)
         watch, call = asyncio.create_task(client.watch()), asyncio.create_task(client.generate(request("r")))
         with pytest.raises(ActorFailed, match="router: KeyError") as raised:
             await asyncio.wait_for(watch, SECONDS)

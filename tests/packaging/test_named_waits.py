@@ -21,6 +21,7 @@ ENDED_BY = {
     "rpc/connection.py:_receive": "`_until_ended` cancels it, when the actor or its process is gone",
     "rpc/connection.py:gone": "`_connect` ends with the process; who asked cancels it",
     "rpc/connection.py:connect": "the client says when it disconnects; of one that died the task stays, idle",
+    "rpc/mesh_client.py:retry_on_replacement": "whoever replaces the actors, or gives them up and ends the run",
     "actors/gateway.py:_of_session": "a call to the gateway: the idle time or the end of the rollout, or its process",
     "actors/generator.py:_outcome": "the engine loop answers, or fails the generator; a hang is found by its pulse",
     "actors/relay.py:_fetch": "the reads, which have a bound, and `Connection.gone`",

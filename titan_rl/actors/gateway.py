@@ -39,7 +39,7 @@ class Gateway(ConnectedActor):
     def __init__(self, config: RunConfig, gateway: GatewayConfig, *, model_path: str) -> None:
         self._config, self._gateway = config, gateway
         self._model_path = model_path
-        self._fleet = RouterClient(seconds=STATUS_SECONDS, who="gateway", replaced_within=None)
+        self._fleet = RouterClient(seconds=STATUS_SECONDS, who="gateway", is_replaced=True)
         self._server: GatewayServer | None = None
 
     @endpoint
@@ -128,9 +128,9 @@ class RolloutGatewayClient:
     replacement, so no call has a bound of its own.
     """
 
-    def __init__(self, gateway: Any, *, replaced_within: float | None = 0.0) -> None:
-        """`replaced_within`: how long `open` waits for another gateway when this one is gone, as in `MeshClient`."""
-        self._gateway = MeshClient("gateway", [gateway], replaced_within=replaced_within)
+    def __init__(self, gateway: Any, *, is_replaced: bool = False) -> None:
+        """`is_replaced`: whether `open` waits for another gateway when this one is gone, as in `MeshClient`."""
+        self._gateway = MeshClient("gateway", [gateway], is_replaced=is_replaced)
 
     def replace(self, actors: Sequence[Any]) -> None:
         self._gateway.replace(actors)

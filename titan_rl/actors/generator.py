@@ -114,7 +114,7 @@ class Generator(RequestServer):
         if self._relay is not None:
             self._relay.replace([relay])
         elif relay is not None:
-            self._relay = MeshClient("the relay of this host", [relay], replaced_within=None)
+            self._relay = MeshClient("the relay of this host", [relay])
 
     @endpoint
     async def pulse(self) -> Pulse:

@@ -47,7 +47,7 @@ class RolloutWorker(StoreKeeper):
         super().__init__(SampleStore(f"{mesh}.{os.getpid()}", owner_pid=owner_pid(), max_bytes=max_bytes))
         self._config = config
         self._runner = GroupRunner(config, model_path=model_path, imports=imports)
-        self._router = RouterClient(seconds=config.placement.start_seconds, who=mesh, replaced_within=None)
+        self._router = RouterClient(seconds=config.placement.start_seconds, who=mesh, is_replaced=True)
         self._gateway: RolloutGatewayClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()
         self._trained: dict[int, GroupResult] = {}  # by id of each stored sample
@@ -60,7 +60,7 @@ class RolloutWorker(StoreKeeper):
         self._router.replace([router])
         timeline.follow(self._waits_for)
         if gateway is not None:
-            self._gateway = RolloutGatewayClient(gateway, replaced_within=None)
+            self._gateway = RolloutGatewayClient(gateway, is_replaced=True)
         return os.getpid(), self._store.name, await self._runner.start(self._gateway)
 
     @endpoint

@@ -29,15 +29,9 @@ class RouterClient(RequestClient):
     actor_class = GeneratorRouter
 
     def __init__(
-        self,
-        actor: Any = None,
-        *,
-        seconds: float,
-        name: str = "router",
-        who: str = "",
-        replaced_within: float | None = 0.0,
+        self, actor: Any = None, *, seconds: float, name: str = "router", who: str = "", is_replaced: bool = False
     ) -> None:
-        super().__init__(actor, name=name, who=who, replaced_within=replaced_within)
+        super().__init__(actor, name=name, who=who, is_replaced=is_replaced)
         self._seconds = seconds  # limit of a call that waits for no generator
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
