@@ -26,7 +26,7 @@ from monarch.actor import attach_to_workers, shutdown_context, this_host
 from monarch.rdma import is_ibverbs_available
 
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
-from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, refuse_differences
+from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
 from titan_rl.hosts.shipped_logs import PULSE_BYTES, ShippedLogs
 from titan_rl.metrics.timeline import Pulse
@@ -158,8 +158,7 @@ class AttachedHost(Host):
     """A host with a worker, which listens at ADDRESS:PORT.
 
     Args:
-        log_directory: of the run, which it names; empty: logs are not shipped.
-        spans: whether timelines are shipped with them.
+        log_directory: of the run, which it names; empty: logs and timelines are not shipped.
         controller: address and port at which the controller listens.
         on_lost: called once, when the host is lost.
     """
@@ -171,14 +170,13 @@ class AttachedHost(Host):
         *,
         stage: Callable[[HostFacts], Stage],
         log_directory: str,
-        spans: bool,
         controller: tuple[str, int],
         silent_seconds: float,
         on_end: Ended,
         on_lost: Callable[[AttachedHost], None],
     ) -> None:
         self.name, self.label, self._worker = name, f"{name} ({worker})", worker
-        self._stage, self._log_directory, self._spans = stage, log_directory, spans
+        self._stage, self._log_directory = stage, log_directory
         self._silent_seconds, self._controller = silent_seconds, controller
         self._on_end, self._on_lost = on_end, on_lost
         self._logs = ShippedLogs(log_directory, on_death=_log.error) if log_directory else None
@@ -194,8 +192,7 @@ class AttachedHost(Host):
         self._mesh = attach_to_workers(ca="trust_all_connections", workers=there)
         try:
             await bounded(self._mesh.initialized, what=f"attaching {self.label}", seconds=CALL_SECONDS / 2)
-            begin = functools.partial(prepare_agent, self.name) if self._spans else None
-            processes = self._mesh.spawn_procs(per_host={"ranks": 1}, name="agent", bootstrap=begin)
+            processes = self._mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
             about = self.name, address, LEASE * silent, self._log_directory, self._controller
             actor = processes.spawn(f"agent_{next(_serial)}", HostAgent, *about)
             self._agent = Connection(
