@@ -198,22 +198,15 @@ class AttachedHost(Host):
             self._agent = Connection(
                 actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
             )
-            await self._agent.call(CALL_SECONDS, HostAgent.echo, b"")
+            await self._agent.call(CALL_SECONDS, HostAgent.echo, bytes(LARGE_BYTES))
             known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin, self._stage)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))
             raise HostLost(
                 f"{self.label} takes connections and starts nothing. Perhaps a firewall keeps it from reaching this "
-                "host; or it is no `titan-rl worker`, or one that was started again (it needs another port) or listens "
-                f"at another address; or only one of the hosts has TLS, or their certificates do not fit ({error})"
-            ) from error
-        try:
-            await self._agent.call(CALL_SECONDS / 2, HostAgent.echo, bytes(LARGE_BYTES))
-        except CallTimeout as error:
-            self._lose(str(error))
-            raise HostLost(
-                f"{self.label} answers, but {LARGE_BYTES >> 10} KiB at once do not come through: compare the MTU of "
-                "the network interfaces on the way"
+                "host, or large packets are lost on the way (compare the MTU of the network interfaces); or it is no "
+                "`titan-rl worker`, or one that was started again (it needs another port) or listens at another "
+                f"address; or only one of the hosts has TLS, or their certificates do not fit ({error})"
             ) from error
         self.facts, self.owner, self.scratch = known.facts, known.pid, Path(known.scratch)
         self.python, self.logs = known.python, str(self.scratch / "logs") if self._log_directory else ""
