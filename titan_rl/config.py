@@ -61,8 +61,8 @@ class PlacementConfig:
     gateway: str = "host0"
     """Host of the gateway."""
     rdma: Literal["auto", "off"] = "auto"
-    """`auto`: where two hosts have RDMA, weights and samples go by it, unless a first read from a host fails: then that
-    host's go by TCP, and the run says so. `off`: all by TCP."""
+    """`auto`: where two hosts have RDMA, weights go by it, unless a first read from a host fails: then that host's go
+    by TCP, and the run says so. `off`: all by TCP."""
     host_seconds: Positive = 10.0
     """A host that answers nothing for so long is lost, with everything on it."""
 
@@ -79,7 +79,7 @@ class PlacementConfig:
     captures graphs first. A process that is not born within Monarch's 30 s is started again."""
     step_seconds: Positive = 1800.0
     """Longest time any single call to a mesh may take before the run ends with the name of that call. Requests and
-    rollouts are no such calls: see `router.request_seconds` and `rollout.seconds`."""
+    rollouts are no such calls: see `rollout.seconds`."""
     hang_seconds: Positive = 120.0
     """A process that makes no progress for so long is taken for dead: it answers nothing, or a generator's engine step
     does not end, or ranks of the trainer stand still in a step."""

@@ -45,10 +45,6 @@ class RequestAborted(RequestError):
     """A completion was aborted."""
 
 
-class RequestTimeout(RequestError):
-    """A request was not finished within `router.request_seconds`. Says nothing about the generator that served it."""
-
-
 class RequestLost(RequestError):
     """Generators died under a request, one after another, so it is not given to more of them."""
 
@@ -112,7 +108,8 @@ class TrainingError(TitanError):
 
 class RollbackNeeded(TitanError):
     """The trainer died and was replaced, but its weights and optimizer are lost: no copy in memory is usable. Or older
-    weights are lost that groups in flight need. The run goes on from its newest checkpoint, or from the beginning."""
+    weights are lost that groups in flight need; or a group of a deterministic run was played again and ended otherwise
+    than before, which later groups rely on. The run goes on from its newest checkpoint, or from the beginning."""
 
 
 class TaskError(TitanError):
@@ -187,11 +184,6 @@ class Stopped(TitanError):
     def exit_code(self) -> int:
         """As shells have it: 130 for SIGINT, 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.args[0]
-
-
-class OutcomeChanged(TitanError):
-    """A group of a deterministic run was played again and ended otherwise than before, which later groups rely on. The
-    run ends; from a checkpoint it is played again."""
 
 
 class NothingToTrain(TitanError):

@@ -81,7 +81,7 @@ class MortalFleet:
             name: GeneratorClient(name, self._spawn(name), start_seconds=SECONDS)
             for name in (f"generator{index}" for index in range(count))
         }
-        self.router = RouterClient(*self._spawn("router"), seconds=SECONDS, replaced_within=None)
+        self.router = RouterClient(*self._spawn("router"), seconds=SECONDS, is_replaced=True)
         self.pids: dict[str, int] = {}
 
     async def set_up(self) -> None:

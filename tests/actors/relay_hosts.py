@@ -81,8 +81,8 @@ class RelayHosts:
     async def call(self, host: str, endpoint: Any, *args: Any, **kwargs: Any) -> Any:
         return await self.relays[host].ranks[0].call(SECONDS, endpoint, *args, **kwargs)
 
-    async def bring(self, host: str, publication: Publication, *, again: bool = False) -> None:
-        await self.call(host, WeightRelay.bring, publication, again=again)
+    async def bring(self, host: str, publication: Publication) -> None:
+        await self.call(host, WeightRelay.bring, publication)
 
     async def handed(self) -> dict[str, int]:
         """By host, the chunks that its relay has handed on since the last call."""

@@ -266,7 +266,7 @@ async def test_a_call_that_may_be_made_twice_is_made_again_when_its_actor_was_re
     with pytest.raises(ActorFailed, match="raised ValueError: seven"):  # no reason to call it twice
         await mesh.retry_on_replacement(lambda: mesh.ranks[0].call(SECONDS, Echo.break_down))
     await mesh.ranks[0].close()
-    unreplaced = MeshClient("echo", [mesh.actor], replaced_within=0.0)
+    unreplaced = MeshClient("echo", [mesh.actor], is_replaced=False)
     unreplaced.lose("nobody replaces it")
     with pytest.raises(ActorGone, match="nobody replaces it"):
         await unreplaced.retry_on_replacement(lambda: unreplaced.ranks[0].call(SECONDS, Echo.echo, 1))

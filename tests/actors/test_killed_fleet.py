@@ -67,7 +67,7 @@ async def test_a_generator_that_is_stopped_keeps_its_requests_until_it_goes_on_o
 
 async def test_a_killed_router_costs_no_request_and_no_token(fleet: MortalFleet) -> None:
     begun = asyncio.Event()
-    worker = RouterClient(fleet.router.actor, seconds=SECONDS, who="rollout0", replaced_within=None)
+    worker = RouterClient(fleet.router.actor, seconds=SECONDS, who="rollout0", is_replaced=True)
     streams = [asyncio.create_task(streamed(worker, next(_numbers), begun)) for _ in range(STREAMS)]
     calls = [asyncio.create_task(worker.generate(request(next(_numbers)))) for _ in range(REQUESTS)]
     await asyncio.wait_for(begun.wait(), SECONDS)

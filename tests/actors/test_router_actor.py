@@ -9,7 +9,7 @@ from router_fleet import SECONDS, Fleet, publication, request
 
 from titan_rl.actors.router import GeneratorRouter
 from titan_rl.actors.router_client import RouterClient
-from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestError, RequestTimeout, WeightsError
+from titan_rl.errors import ActorFailed, ActorGone, GeneratorFailed, RequestError, WeightsError
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import RoundRobin
@@ -121,7 +121,7 @@ async def test_a_router_that_has_ended_answers_every_call_that_would_wait() -> N
 async def test_whoever_watches_a_router_hears_why_it_ended_and_requests_wait_for_the_next_one() -> None:
     broken, sound = Fleet(RouterConfig(strategy=f"{__file__}:BrokenStart"), 1), Fleet(RouterConfig(), 1)
     async with broken, sound:
-        client = RouterClient(broken.router.actor, seconds=SECONDS, replaced_within=None)
+        client = RouterClient(broken.router.actor, seconds=SECONDS, is_replaced=True)
         watch, call = asyncio.create_task(client.watch()), asyncio.create_task(client.generate(request("r")))
         with pytest.raises(ActorFailed, match="router: KeyError") as raised:
             await asyncio.wait_for(watch, SECONDS)
@@ -152,18 +152,6 @@ async def test_when_all_are_dead_for_good_requests_fail_at_once_with_the_reasons
                 await each
         with pytest.raises(WeightsError, match="v1 is served by nobody: g0: it was killed"):
             await fleet.router.pull_model_state_dict(publication(1))
-
-
-async def test_a_request_whose_time_is_over_is_stopped_and_fails_alone() -> None:
-    async with Fleet(RouterConfig(request_seconds=0.05), count=3) as fleet:
-        with pytest.raises(RequestTimeout, match=r"request r: not finished after 0\.05 s .*router\.request_seconds"):
-            await fleet.router.generate(request("r"))
-        await fleet.in_flight(0)  # its engine has stopped it
-        for index in range(3):
-            await fleet.live(index, 0)
-        statuses = await fleet.router.fleet_status()
-        assert [status.state for status in statuses] == ["serving"] * 3
-        assert [(status.served, status.failed) for status in statuses] == [(0, 0)] * 3
 
 
 async def test_an_id_that_is_in_use_is_refused_and_is_free_again_after_an_abort() -> None:

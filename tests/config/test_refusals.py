@@ -40,7 +40,7 @@ WRONG = {
     "--recipe copy4 --seed -1": ("--seed", "at least 0"),
     "--recipe copy4 --policy.tiny.seed -1": ("--policy.tiny.seed", "at least 0"),
     "--recipe copy4 --weights.max_live 1": ("--weights.max_live", "at least 2"),
-    "--recipe copy4 --router.request_seconds -1": ("--router.request_seconds", "at least 0"),
+    "--recipe copy4 --router.request_seconds 0": ("--router.request_seconds", "setting"),
     "--recipe copy4 --rollout.advantage.kwargs.epsilon -0.1": ("rollout.advantage.kwargs.epsilon", "at least 0"),
     "--recipe copy4 --rollout.advantage.name gspo": ("rollout.advantage.name", "gspo"),
     "--recipe copy4 --trainer.loss.kwargs.clip_low 1.5": ("trainer.loss.kwargs.clip_low", "1.5"),

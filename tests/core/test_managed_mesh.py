@@ -9,14 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from titan_rl.config_registry import copy4
 from titan_rl.errors import MeshFailed, MeshLeaves
 from titan_rl.hosts.facts import HostFacts
-from titan_rl.supervision.managed_mesh import (
-    LONGEST_PAUSE,
-    SETTLED_SECONDS,
-    TRANSITIONS,
-    ManagedMesh,
-    MeshState,
-    pause_after,
-)
+from titan_rl.supervision.managed_mesh import SETTLED_SECONDS, TRANSITIONS, ManagedMesh, MeshState, pause_after
 from titan_rl.supervision.mesh_kinds import KINDS
 from titan_rl.supervision.placement import Kind, MeshPlan, plan
 
@@ -39,7 +32,7 @@ class MeshMachine(RuleBasedStateMachine):
         super().__init__()
         self.mesh, self.now, self.failures, self.losses = ManagedMesh(ROUTER, MOST, client=Client()), 0.0, 0, 0
 
-    @is_in(MeshState.PLACED, MeshState.BACKOFF)
+    @precondition(lambda self: self.mesh.state in (MeshState.PLACED, MeshState.LOST) and not self.mesh.exhausted)
     @rule()
     def begins(self) -> None:
         self.mesh.begin()
@@ -71,12 +64,10 @@ class MeshMachine(RuleBasedStateMachine):
 
     @is_in(MeshState.LOST)
     @rule()
-    def is_started_again_or_given_up(self) -> None:
+    def is_given_up_if_it_failed_too_often(self) -> None:
         assert self.mesh.exhausted == (self.failures > MOST)
         if self.mesh.exhausted:
             self.mesh.give_up()
-        else:
-            assert self.mesh.back_off() == pause_after(self.failures) <= LONGEST_PAUSE
 
     @is_in(MeshState.PLACED, MeshState.GIVEN_UP)
     @rule()
@@ -110,7 +101,6 @@ def test_only_the_handle_of_processes_that_were_born_is_given_away() -> None:
     assert mesh.handle is None
     mesh.bear()
     mesh.lose(MeshFailed("it was killed", "router"), 0.0)
-    mesh.back_off()
     mesh.begin()
     mesh.client.actor = "second"
     assert (mesh.handle, mesh.births) == ("first", 1)

@@ -1,9 +1,8 @@
-"""Actors of test_sample_rdma.py: one keeps samples, another one fetches them, each in a process of its own."""
+"""Actors of test_sample_calls.py: one keeps samples, another one fetches them, each in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import os
 from typing import Any
 
@@ -12,14 +11,14 @@ from sample_examples import bits
 
 from titan_rl.actors.sample_stores import AnyHostSource, StoreKeeper
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore, prefetched
+from titan_rl.data_plane.store import SampleStore
 from titan_rl.errors import SampleError
 from titan_rl.rpc.connection import ConnectedActor, endpoint
 from titan_rl.types import TrainingSample
 
 
 class Keeper(StoreKeeper):
-    """What a rollout worker is to a trainer rank: a store whose samples can be exposed."""
+    """What a rollout worker is to a trainer rank: a store whose samples can be read from other hosts."""
 
     def __init__(self, name: str, owner_pid: int) -> None:
         super().__init__(SampleStore(name, owner_pid=owner_pid))
@@ -40,16 +39,6 @@ class Keeper(StoreKeeper):
             file[ref.offset + position % ref.nbytes] ^= 4
 
     @endpoint
-    async def exposed(self) -> int:
-        return len(self._exposed)
-
-    @endpoint
-    async def lose_reader(self, batch: SampleBatch) -> None:
-        """A reader dies in the middle of its fetch; its bound is over."""
-        _, token = await StoreKeeper.expose.answer(self, tuple(batch.stored_ids[self._store.name]))
-        self._exposed[token] = (*self._exposed[token][:2], 0.0)
-
-    @endpoint
     async def pid(self) -> int:
         return os.getpid()
 
@@ -59,7 +48,7 @@ class Keeper(StoreKeeper):
 
 
 class Fetcher(ConnectedActor):
-    """What a trainer rank is: it fetches in threads, in this actor's context."""
+    """What a trainer rank is: it fetches in a thread, which has no context of Monarch's."""
 
     @endpoint
     async def attach(self, stores: dict[str, Any]) -> None:
@@ -69,15 +58,6 @@ class Fetcher(ConnectedActor):
     async def bits(self, batch: SampleBatch) -> list[tuple[object, ...]]:
         """Of what was fetched, in its order. Raises SampleError."""
         return await self._run(lambda: [bits(sample) for sample in self._source.fetch(batch)])
-
-    @endpoint
-    async def bits_of_parts(self, batches: list[SampleBatch]) -> list[list[tuple[object, ...]]]:
-        """The same of each batch, one fetched ahead."""
-
-        def parts() -> list[list[tuple[object, ...]]]:
-            return [[bits(sample) for sample in part] for part in prefetched(self._source, batches)]
-
-        return await self._run(parts)
 
     @endpoint
     async def error(self, batch: SampleBatch) -> tuple[int, int, str]:
@@ -93,5 +73,4 @@ class Fetcher(ConnectedActor):
         return await self._run(fetch)
 
     async def _run(self, work: Any) -> Any:
-        context = contextvars.copy_context()
-        return await asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work))
+        return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -1,14 +1,13 @@
-"""A fetch gives what was stored, or an error that names the group; prefetching changes neither (3 s)."""
+"""A fetch gives what was stored, or an error that names the group (2 s)."""
 
 import os
 import pickle
-import threading
 
 import pytest
 from sample_examples import all_bits, group_of, put, sample_of
 
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleStore, SharedMemorySource, prefetched, references_in, write_samples
+from titan_rl.data_plane.store import SampleStore, SharedMemorySource, references_in, write_samples
 from titan_rl.errors import SampleError
 
 
@@ -52,74 +51,6 @@ def test_samples_of_a_checkpoint_come_bit_for_bit(store, tmp_path):
     write_samples(tmp_path / "samples", samples)
     read = references_in(tmp_path / "samples", SampleBatch.of(refs))
     assert all_bits(SharedMemorySource().fetch(read)) == all_bits(samples)
-
-
-class Watched:
-    """A source that says what it began, waits for permission, and fails at one group."""
-
-    def __init__(self, failing=None):
-        self.began = [threading.Event() for _ in range(5)]
-        self.allowed = [threading.Event() for _ in range(5)]
-        self.failing = failing
-        self.threads = set()
-
-    def allow(self, *numbers):
-        for number in numbers:
-            self.allowed[number].set()
-
-    def fetch(self, batch):
-        number = batch.samples[0].group_id
-        self.threads.add(threading.current_thread())
-        self.began[number].set()
-        assert self.allowed[number].wait(10)
-        if number == self.failing:
-            raise SampleError("damaged", number, 0)
-        return batch.samples
-
-    def alive(self):
-        return any(thread.is_alive() for thread in self.threads)
-
-
-PARTS = [SampleBatch.of([sample_of(3, group_id=number)]) for number in range(5)]
-
-
-def test_the_next_batch_is_fetched_while_the_caller_works_and_no_other():
-    source = Watched()
-    parts = prefetched(source, PARTS)
-    source.allow(0)
-    assert next(parts)[0].group_id == 0
-    assert source.began[1].wait(10)
-    source.allow(1)
-    source.allow(2)
-    assert next(parts)[0].group_id == 1
-    assert source.began[2].wait(10)
-    assert not source.began[3].is_set()
-    source.allow(3, 4)
-    assert [part[0].group_id for part in parts] == [2, 3, 4]
-    assert len(source.threads) == 1
-    assert not source.alive()
-
-
-def test_an_error_comes_at_its_own_batch_and_ends_the_thread():
-    source = Watched(failing=2)
-    source.allow(0, 1, 2, 3, 4)
-    parts = prefetched(source, PARTS)
-    assert [next(parts)[0].group_id, next(parts)[0].group_id] == [0, 1]
-    with pytest.raises(SampleError, match="group 2 sample 0: damaged"):
-        next(parts)
-    assert list(parts) == []
-    assert not source.alive()
-    assert not source.began[4].is_set()
-
-
-def test_closing_the_iterator_ends_its_thread():
-    source = Watched()
-    source.allow(0, 1)
-    parts = prefetched(source, PARTS)
-    next(parts)
-    parts.close()
-    assert not source.alive()
-    assert not source.began[2].is_set()
 
 
 def test_a_sample_error_survives_a_process_boundary_with_its_group():

@@ -3,8 +3,6 @@
 import dataclasses
 import os
 import tempfile
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -160,24 +158,6 @@ def test_closing_removes_all_files_and_tells_what_was_held(tmp_path):
     assert store.close().samples == 0
     with pytest.raises(InvariantError, match="worker0 is closed"):
         put(store, [sample_of(4)])
-
-
-def test_threads_store_and_release_at_once(tmp_path):
-    store = store_in(tmp_path)
-    source = SharedMemorySource()
-    together = threading.Barrier(4)
-
-    def work(thread):
-        together.wait()
-        for step in range(30):
-            samples = group_of(3, 40, group_id=thread, seed=step)
-            batch = put(store, samples)
-            assert all_bits(source.fetch(batch)) == all_bits(samples)
-            store.release(ids_of(batch))
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))
-    assert store.close().samples == 0
 
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from support.gateway import ADD, MODEL, ScriptedFleet, app_over, http_client, policy_of, say
 
 from titan_rl.chat.renderer import SymbolRenderer
-from titan_rl.errors import ActorFailed, GeneratorFailed, RequestLost, RequestTimeout
+from titan_rl.errors import ActorFailed, GeneratorFailed, RequestLost
 from titan_rl.gateway import app
 from titan_rl.gateway.callers import ApiKeys
 from titan_rl.gateway.config import GatewayConfig, listen
@@ -71,7 +71,6 @@ async def complete(fleet: PlayedFleet, renderer: SymbolRenderer, **options) -> h
         (GeneratorFailed("generator0 died"), 503),
         (ActorFailed("router: gone"), 503),
         (RequestLost("2 generators died under it"), 503),
-        (RequestTimeout("not finished after 5 s"), 504),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 from titan_rl.config import PlacementConfig
 from titan_rl.errors import ConfigError
@@ -22,10 +23,12 @@ async def attach(worker: str, logs: str = "") -> None:
         print(*what, flush=True)
 
     listens = listen_for(PlacementConfig(hosts=(worker,)))
-    hosts = Provisioner(log_directory=logs, imports=(), spans=bool(logs), on_fault=say, listens=listens)
+    hosts = Provisioner(log_directory=logs, imports=(), on_fault=say, listens=listens)
     try:
         while True:
             await hosts.attach({"host1": worker}, silent_seconds=5, on_lost=lambda host: say("lost", host.name))
+            if logs:
+                Path(hosts.hosts["host1"].logs, "host1.log").write_text("news")
             say("attached", hosts.hosts["host1"].owner)
             if await asyncio.to_thread(sys.stdin.readline) != "attach\n":
                 return

@@ -135,9 +135,8 @@ def test_an_agent_dies_with_its_worker() -> None:
 
 
 def test_a_disk_that_stalls_does_not_keep_the_controller_from_its_hosts(worker: str, tmp_path: Path) -> None:
-    for directory in ("logs", "spans"):
-        (tmp_path / directory).mkdir()
-    os.mkfifo(tmp_path / "spans" / "agent_host1.0.jsonl")  # nobody reads it: to open it is to wait
+    (tmp_path / "logs").mkdir()
+    os.mkfifo(tmp_path / "logs" / "host1.log")  # nobody reads it: to open it is to wait
     run = controller(worker, str(tmp_path / "logs"))
     until(run, "attached")
     run.stdin.write("leave\n")

@@ -49,7 +49,7 @@ def rank(environ: dict[str, str], number: int) -> subprocess.Popen[str]:
 
 def test_the_nodes_that_do_not_come_are_named(rank_0, monkeypatch: pytest.MonkeyPatch) -> None:
     environ, _ = rank_0
-    monkeypatch.setattr(worker, "JOB_SECONDS", 0.1)
+    monkeypatch.setattr(worker, "MEET_SECONDS", 0.1)
     with pytest.raises(ConfigError, match=r"^rank 1 \(n2\), rank 2 \(n3\) of 3 did not come within 0.1 s"):
         worker.workers(environ, 3, trusted=True)
 

@@ -30,8 +30,7 @@ def worker() -> Iterator[str]:
         ("", "[False, False]"),
         (
             "fails",
-            "[False, True] RDMA from host1 ({worker}) does not work (IBV_WC_REM_ACCESS_ERR): its weights and samples "
-            "go by TCP",
+            "[False, True] RDMA from host1 ({worker}) does not work (IBV_WC_REM_ACCESS_ERR): its weights go by TCP",
         ),
     ],
 )

@@ -82,7 +82,7 @@ def test_a_disturbed_run_over_three_hosts_ends_with_the_weights_of_one_host(tmp_
         assert {"generator0", "generator1", "relay0", "relay1", "relay2", "rollout0", "rollout1"} <= logs
         trace = gzip.decompress((directory / TRACE).read_bytes()).decode()
         timelines = re.findall(r'"([a-z]+)\w*\.0 \(host[12],', trace)
-        assert {"agent", "generator", "relay", "rollout"} <= {*timelines}
+        assert {"generator", "relay", "rollout"} <= {*timelines}
     assert weights(tmp_path) == on_one_host(tmp_path / "one", *SMALL)
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from scripted_system import World, holding, plays
 
-from titan_rl.errors import ActorGone, OutcomeChanged, SamplesLost
+from titan_rl.errors import ActorGone, RollbackNeeded, SamplesLost
 from titan_rl.scheduling.group import MAX_ATTEMPTS
 
 GONE = ActorGone("rollout0.run_group: the process or actor is gone")
@@ -65,14 +65,14 @@ async def test_losses_of_what_plays_a_group_never_fail_it():
     assert world.metrics.written[-2][1]["groups/failed"] == 0 and world.loop.summary.lost == losses
 
 
-async def test_a_deterministic_run_ends_by_name_where_a_group_that_it_counted_on_cannot_be_played_again():
+async def test_a_deterministic_run_goes_back_where_a_group_that_it_counted_on_cannot_be_played_again():
     world = World(steps=1, groups=2, deterministic=True)
     world.script.holds = lambda gate: gate == "play 1"
     plays_well = world.rollouts.outcome
     world.rollouts.outcome = lambda request: () if request.key[1:] == (0, 1) else plays_well(request)
     async with world.running() as run:
         world.rollouts.lose()
-        with pytest.raises(OutcomeChanged, match="group 0 was lost after later groups"):
+        with pytest.raises(RollbackNeeded, match="group 0 was lost after later groups"):
             await run
     assert "the task raised" in world.printed
 

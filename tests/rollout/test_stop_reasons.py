@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from support.rollouts import TASKS, UNRULY, Lines, ScriptedPolicy, completion, request, runner
 
-from titan_rl.errors import RequestError, RequestTimeout, RequestTooLong
+from titan_rl.errors import RequestError, RequestLost, RequestTooLong
 from titan_rl.loop.records import _shares
 from titan_rl.rollout.report import report_of
 from titan_rl.types import FailureKind, FinishReason, StopReason
@@ -82,7 +82,7 @@ async def test_a_rollout_that_was_cut_from_outside_says_so(calling_path):
         (never, {"seconds": 0.2}, (StopReason.TIMEOUT, FailureKind.TIMEOUT)),
         (refusing(RequestError), {}, (StopReason.ERROR, FailureKind.REQUEST)),
         (refusing(RequestTooLong), {}, (StopReason.CONTEXT_FULL, FailureKind.REQUEST)),
-        (refusing(RequestTimeout), {}, (StopReason.ERROR, FailureKind.INFRASTRUCTURE)),
+        (refusing(RequestLost), {}, (StopReason.ERROR, FailureKind.INFRASTRUCTURE)),
     ):
         assert await end_of(calling_path, policy, "copy", **options) == end
     end = (StopReason.CONTEXT_FULL, FailureKind.REQUEST)

@@ -29,8 +29,6 @@ class Caller:
     place: str
     queued_at: float = 0.0
     given_up: bool = False
-    began: float = 0.0  # the live attempt
-    seconds: float = 0.0  # of earlier attempts
     deaths: int = 0  # of generators under it
     segments: list[Completion] = field(default_factory=list)  # what the stitched completion must consist of
 
@@ -146,12 +144,7 @@ class RouterBooks:
         )
         for caller in self.callers.values():
             assert caller.deaths <= self.config.request_retries or caller.place == LEFT
-            if caller.place == LIVE:
-                assert self.dispatcher.refusal(caller.asked) is not None
-                if self.config.request_seconds and not caller.given_up:
-                    deadline = caller.began + self.config.request_seconds - caller.seconds
-                    assert self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= deadline
-            elif caller.place == WAITING and any(self.can_serve(name, caller.asked) for name in self.names):
+            if caller.place == WAITING and any(self.can_serve(name, caller.asked) for name in self.names):
                 exact = caller.asked.exact_version
                 if exact and any(each.phase is Phase.SWAPPING and each.version == exact for each in self.fleet):
                     continue  # it waits until that has changed over

@@ -11,7 +11,7 @@ import pytest
 from router_books import LEFT, LIVE, WAITING, Caller, Pull, RouterBooks
 from routing_examples import completion
 
-from titan_rl.errors import GeneratorNotServing, RequestLost, RequestTimeout
+from titan_rl.errors import GeneratorNotServing, RequestLost
 from titan_rl.routing.dispatcher import Assignment
 from titan_rl.routing.health import GONE, Phase
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
@@ -61,8 +61,6 @@ class RouterDriver(RouterBooks):
                 if self.config.resume and len(part.token_ids):
                     caller.segments.append(part)
                 self._queued(caller)
-            elif caller.place == LEFT:  # its time was over before the engine stopped it
-                continue
             else:
                 caller.segments.append(part)
                 self._answered(caller, whole)
@@ -82,7 +80,7 @@ class RouterDriver(RouterBooks):
         _, caller = self.live.pop(attempt_id)
         assert self.dispatcher.ended(attempt_id) == caller.asked.request_id
         assert self.dispatcher.ended(attempt_id) is None
-        self._leaves(caller, late=True)
+        self._leaves(caller)
 
     def lose(self, attempt_ids: Iterable[str], *, fatal: bool = False) -> None:
         """Attempts end with an error of their generator; a fatal one says that it is gone."""
@@ -95,8 +93,7 @@ class RouterDriver(RouterBooks):
             caller.deaths += fatal
             if rest is not None:
                 assert rest.finish_reason is FinishReason.ABORT
-                if caller.place != LEFT:
-                    self._answered(caller, rest)
+                self._answered(caller, rest)
             elif caller.deaths > self.config.request_retries:
                 ((request_id, error),) = self.dispatcher.failures()
                 assert request_id == caller.asked.request_id and isinstance(error, RequestLost)
@@ -144,13 +141,11 @@ class RouterDriver(RouterBooks):
                 assert isinstance(outcome, Completion) and outcome.finish_reason is FinishReason.ABORT
                 self._answered(caller, outcome)
             case _:
-                stops = isinstance(outcome, Assignment) and outcome.request.request_id in self.live
-                assert outcome is None or stops, "an answered request is unknown, once its engine has stopped it"
+                assert outcome is None, "an answered request is unknown"
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
         if self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= self.now:
-            self._overdue()
             self._reconsider()
             self._fail_what_nobody_serves()
 
@@ -303,7 +298,7 @@ class RouterDriver(RouterBooks):
             if asked.session_id is not None:
                 self.check_home(caller, name, homes.get(asked.session_id))
                 homes[asked.session_id] = name
-            caller.place, caller.began = LIVE, self.now
+            caller.place = LIVE
             self.live[attempt.request_id] = (assignment, caller)
 
     def _reconsider(self) -> None:
@@ -312,20 +307,6 @@ class RouterDriver(RouterBooks):
 
     def _queued(self, caller: Caller) -> None:
         caller.place, caller.queued_at = WAITING, self.now
-        caller.seconds += self.now - caller.began
-
-    def _overdue(self) -> None:
-        """Those whose time is over are aborted, and their callers know."""
-        aborts = {assignment.request.request_id for assignment in self.dispatcher.overdue(self.now)}
-        failures = dict(self.dispatcher.failures())
-        for attempt_id, (_, caller) in self.live.items():
-            over = caller.seconds + self.now - caller.began >= self.config.request_seconds > 0
-            assert (attempt_id in aborts) == (over and not caller.given_up)
-            if attempt_id in aborts:
-                assert isinstance(failures.pop(caller.asked.request_id), RequestTimeout)
-                caller.given_up = True
-                self._leaves(caller)
-        assert not failures
 
     def _answered(self, caller: Caller, whole: Completion) -> None:
         assert whole.request_id == caller.asked.request_id
@@ -336,8 +317,8 @@ class RouterDriver(RouterBooks):
             assert getattr(whole, name).tolist() == parts
         self._leaves(caller)
 
-    def _leaves(self, caller: Caller, *, late: bool = False) -> None:
-        assert caller.place != LEFT or (late and caller.given_up), "a request leaves once"
+    def _leaves(self, caller: Caller) -> None:
+        assert caller.place != LEFT, "a request leaves once"
         caller.place = LEFT
 
     def _fail_what_nobody_serves(self) -> None:

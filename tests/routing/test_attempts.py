@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from routing_examples import V0, V1, completion, request, serving
 
-from titan_rl.errors import GeneratorFailed, RequestError, RequestTimeout
+from titan_rl.errors import GeneratorFailed, RequestError
 from titan_rl.routing.attempts import Shown
-from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, SamplingParams, sampled_arrays
@@ -236,23 +235,6 @@ def test_options_that_depend_on_past_output_are_refused_where_completions_are_re
     refusal = serving(RoundRobin(), 1)[1].refusal(asked)
     assert refusal is not None and "router.resume = false" in str(refusal)
     assert serving(RoundRobin(), 1, resume=False)[1].refusal(asked) is None
-
-
-def test_only_the_time_with_generators_counts_over_all_attempts() -> None:
-    strategy = RoundRobin()
-    router = Dispatcher(strategy, serving(strategy, 1)[0], RouterConfig(request_seconds=10.0))
-    (first,) = router.submit([request("r")], 0.0)
-    assert router.wake_at == 10.0 and router.overdue(9.0) == []
-    router.completed("r", completion(first.request, 1), 9.0)
-    assert router.overdue(100.0) == [], "it waits"
-    (second,) = router.reconsider(100.0)
-    assert router.wake_at == 101.0
-    assert router.overdue(101.0) == [second]
-    ((request_id, error),) = router.failures()
-    assert request_id == "r" and isinstance(error, RequestTimeout) and "router.request_seconds" in str(error)
-    assert router.overdue(102.0) == [] and router.failures() == [] and router.in_flight("g0") == 1
-    router.completed(second.request.request_id, completion(second.request, 1), 103.0)
-    assert router.in_flight("g0") == router.waiting == 0 and router.wake_at is None
 
 
 class Choosy(RoundRobin):

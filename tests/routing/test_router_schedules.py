@@ -45,7 +45,6 @@ class RouterMachine(RuleBasedStateMachine):
         max_syncing=st.integers(0, 2),
         pull_retries=st.integers(0, 2),
         resume=st.booleans(),
-        request_seconds=st.sampled_from([0.0, 0.0, 6.0]),
         request_retries=st.integers(0, 2),
         serving=st.sampled_from([None, None, 1, 2]),
         started=st.sampled_from([True, True, False]),

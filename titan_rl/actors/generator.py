@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_rl.actors.relay import WeightRelay
-from titan_rl.errors import ActorGone, GeneratorFailed, TitanError, WeightsError
+from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.engine_loop import EngineLoop
 from titan_rl.metrics.timeline import Pulse
@@ -36,9 +36,6 @@ FATAL_EXIT_CODE = 70
 
 FAREWELL_SECONDS = 1.0
 """How long a failed rank stays alive: Monarch sends in the background, and the router is to hear of the cause."""
-
-RELAY_SECONDS = 60.0
-"""How long a pull waits for another relay when that of its host is gone."""
 
 T = TypeVar("T")
 
@@ -57,7 +54,6 @@ class Generator(RequestServer):
         self._rank = int(os.environ["RANK"])
         self._rank0: Connection | None = None
         self._relay: MeshClient | None = None
-        self._refused: Publication | None = None  # what came to this host is not what was published
         self._loop: EngineLoop | None = None
         self._failure: TitanError | None = None  # why this generator can serve no more
         self._failed = asyncio.Event()  # set with it
@@ -118,7 +114,7 @@ class Generator(RequestServer):
         if self._relay is not None:
             self._relay.replace([relay])
         elif relay is not None:
-            self._relay = MeshClient("the relay of this host", [relay], replaced_within=RELAY_SECONDS)
+            self._relay = MeshClient("the relay of this host", [relay])
 
     @endpoint
     async def pulse(self) -> Pulse:
@@ -137,21 +133,12 @@ class Generator(RequestServer):
         self.fail_all(GeneratorFailed(f"{self._name} was closed"))
 
     async def _pulled(self, publication: Publication, pull: Callable[[], Future[PolicyVersion]]) -> PolicyVersion:
-        """Bring the weights to this host while the engine goes on, then pull them."""
+        """Bring the weights to this host while the engine goes on, then pull them. A relay that is gone is replaced, or
+        ends the run; the router bounds the wait."""
         self._running()
         if (relay := self._relay) is not None:
-            again = publication == self._refused
-            try:
-                await relay.retry_on_replacement(
-                    lambda: relay.ranks[0].call(None, WeightRelay.bring, publication, again=again)
-                )
-            except ActorGone as gone:  # which a caller would take for the end of this generator
-                raise WeightsError(f"{publication} did not come: {gone}") from gone
-        try:
-            return await self._outcome(pull())
-        except WeightsError:
-            self._refused = publication
-            raise
+            await relay.retry_on_replacement(lambda: relay.ranks[0].call(None, WeightRelay.bring, publication))
+        return await self._outcome(pull())
 
     def _running(self) -> EngineLoop:
         if self._failure is not None:

@@ -126,14 +126,13 @@ class WeightRelay(ConnectedActor):
         self._relays = {host: self._relays[host] for host in relays}
 
     @endpoint
-    async def bring(self, publication: Publication, *, again: bool = False) -> None:
-        """Returns when this host has the whole publication in its shared memory. Callers share one transfer. `again`:
-        what is here is not what was published: fetch everything anew, from `Publication.hosts`. Raises WeightsError: it
-        is gone, or no host that has it answers; StorageError: there is no room for it."""
+    async def bring(self, publication: Publication) -> None:
+        """Returns when this host has the whole publication in its shared memory. Callers share one transfer. Raises
+        WeightsError: it is gone, or no host that has it answers; StorageError: there is no room for it."""
         if self._host in publication.hosts:
             return
         slot = await self._slot_of(publication)
-        task = self._transfer(slot, again=again)
+        task = self._transfer(slot)
         await asyncio.wait({task})
         if task.cancelled():
             raise WeightsError(f"{publication} is gone")
@@ -206,26 +205,25 @@ class WeightRelay(ConnectedActor):
             handle.drop()
         return slot
 
-    def _transfer(self, slot: _Slot, *, again: bool = False) -> asyncio.Task[None]:
+    def _transfer(self, slot: _Slot) -> asyncio.Task[None]:
         """The task that fetches what is missing; begun here unless it is under way or done."""
         task = slot.bringing
-        if task is not None and (not task.done() or not (again or task.cancelled() or task.exception())):
+        if task is not None and (not task.done() or not (task.cancelled() or task.exception())):
             return task
         loop = asyncio.get_running_loop()
         for chunk, future in enumerate(slot.here):
-            if future.done() and (again or future.exception()):
+            if future.done() and future.exception():
                 slot.here[chunk] = loop.create_future()
-        slot.bringing = loop.create_task(self._bring(slot, again=again))
+        slot.bringing = loop.create_task(self._bring(slot))
         slot.bringing.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may have waited
         return slot.bringing
 
-    async def _bring(self, slot: _Slot, *, again: bool) -> None:
+    async def _bring(self, slot: _Slot) -> None:
         try:
             sources = [host for host in slot.publication.hosts if host in self._relays]
             if not sources:
                 raise WeightsError(f"{slot.publication} is on no host that is left")
-            holders = sources if again else list(dict.fromkeys((self._parent(sources), *sources)))
-            await self._fetch_from_any(slot, holders)
+            await self._fetch_from_any(slot, list(dict.fromkeys((self._parent(sources), *sources))))
             if slot.file != (final := segment_at(slot.publication.location)):
                 os.replace(slot.file, final)
                 slot.file = final

@@ -19,8 +19,8 @@ from titan_rl.actors.gateway import RolloutGatewayClient
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.sample_stores import StoreKeeper
 from titan_rl.config import RunConfig
-from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size
-from titan_rl.data_plane.store import HeldReport, SampleStore, SharedMemorySource
+from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
+from titan_rl.data_plane.store import HeldReport, SampleStore
 from titan_rl.errors import ActorGone, GroupStopped, RequestLost, SharedMemoryFull
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.metrics.activity import activity
@@ -38,9 +38,6 @@ ROOM_SECONDS = 120.0
 """How long a finished group waits for room in the host's shared memory; then the run ends."""
 _ROOM_PAUSE = 1.0
 
-_AWAY_FROM_LOOP = 1 << 20
-"""From this many bytes, a group's samples are stored by a thread. Below it, the hand-over costs more than the copy."""
-
 
 class RolloutWorker(StoreKeeper):
     """The endpoints are the calls of `RolloutWorkers`, which documents them."""
@@ -50,7 +47,7 @@ class RolloutWorker(StoreKeeper):
         super().__init__(SampleStore(f"{mesh}.{os.getpid()}", owner_pid=owner_pid(), max_bytes=max_bytes))
         self._config = config
         self._runner = GroupRunner(config, model_path=model_path, imports=imports)
-        self._router = RouterClient(seconds=config.placement.start_seconds, who=mesh, replaced_within=None)
+        self._router = RouterClient(seconds=config.placement.start_seconds, who=mesh, is_replaced=True)
         self._gateway: RolloutGatewayClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()
         self._trained: dict[int, GroupResult] = {}  # by id of each stored sample
@@ -63,7 +60,7 @@ class RolloutWorker(StoreKeeper):
         self._router.replace([router])
         timeline.follow(self._waits_for)
         if gateway is not None:
-            self._gateway = RolloutGatewayClient(gateway, replaced_within=None)
+            self._gateway = RolloutGatewayClient(gateway, is_replaced=True)
         return os.getpid(), self._store.name, await self._runner.start(self._gateway)
 
     @endpoint
@@ -114,16 +111,12 @@ class RolloutWorker(StoreKeeper):
 
     @endpoint
     async def take_over(self, samples: SampleBatch) -> SampleBatch:
-        """Of one group."""
-
-        def copy() -> SampleBatch:
-            taken = SharedMemorySource().fetch(samples)
-            refs = self._store.put(taken)
-            result = GroupResult(group_id=refs[0].group_id, purpose=Purpose.TRAIN, rollouts=(), samples=taken)
-            self._keep(result, refs)
-            return SampleBatch.of(refs)
-
-        return await asyncio.to_thread(copy)
+        """Of one group, which the batch takes along."""
+        assert samples.samples is not None
+        refs = self._store.put(samples.samples)
+        result = GroupResult(group_id=refs[0].group_id, purpose=Purpose.TRAIN, rollouts=(), samples=samples.samples)
+        self._keep(result, refs)
+        return SampleBatch.of(refs)
 
     @endpoint
     async def held(self) -> HeldReport:
@@ -166,21 +159,16 @@ class RolloutWorker(StoreKeeper):
         for rollout in result.rollouts:
             if rollout.error:
                 _log.warning("%s sample %d: %s: %s", request, rollout.sample, rollout.failure, rollout.error)
-        aside = sum(encoded_size(len(each.token_ids), each.support_bytes) for each in result.samples) >= _AWAY_FROM_LOOP
         until = time.monotonic() + ROOM_SECONDS
         while True:
             try:
-                return (
-                    await asyncio.to_thread(self._stored, request, result) if aside else self._stored(request, result)
-                )
+                refs = self._store.put(result.samples)
+                break
             except SharedMemoryFull as error:
                 if time.monotonic() > until:
                     raise
                 _log.warning("%s waits for room: %s", request, error)
             await asyncio.sleep(_ROOM_PAUSE)
-
-    def _stored(self, request: GroupRequest, result: GroupResult) -> GroupReport:
-        refs = self._store.put(result.samples)
         self._keep(result, refs)
         return report_of(request, result, refs)
 

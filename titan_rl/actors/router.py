@@ -74,7 +74,7 @@ class GeneratorRouter(RequestServer):
     def _stop(self, request_id: str) -> None:
         outcome = self.dispatcher.abort(request_id)
         if isinstance(outcome, Assignment):
-            self._abort([outcome])
+            self.generators[outcome.generator].abort([outcome.request.request_id])
         elif outcome is not None:
             self.answer([outcome])
 
@@ -105,20 +105,12 @@ class GeneratorRouter(RequestServer):
         if self._timer is not None:
             self._timer.cancel()
         at, loop = self.dispatcher.wake_at, asyncio.get_running_loop()
-        self._timer = None if at is None else loop.call_at(at, self.run, self._on_timer)
+        self._timer = None if at is None else loop.call_at(at, self.run, self.advance)
         failures = self.dispatcher.failures()
         if self.fleet.is_given_up:
             error = GeneratorFailed(f"every generator is dead ({self.fleet.describe()})")
             failures += [(request_id, error) for request_id in self.dispatcher.drop_waiting()]
         self.answer([], failures)
-
-    def _abort(self, assignments: list[Assignment]) -> None:
-        for each in assignments:
-            self.generators[each.generator].abort([each.request.request_id])
-
-    def _on_timer(self) -> None:
-        self._abort(self.dispatcher.overdue(self._now()))
-        self._send(self.dispatcher.reconsider(self._now()))
 
     def show(self, pieces: list[Piece]) -> None:
         """Hand pieces from a generator on to their callers."""

@@ -29,16 +29,10 @@ class RouterClient(RequestClient):
     actor_class = GeneratorRouter
 
     def __init__(
-        self,
-        actor: Any = None,
-        *,
-        seconds: float,
-        name: str = "router",
-        who: str = "",
-        replaced_within: float | None = 0.0,
+        self, actor: Any = None, *, seconds: float, name: str = "router", who: str = "", is_replaced: bool = False
     ) -> None:
-        super().__init__(actor, name=name, who=who, replaced_within=replaced_within)
-        self._seconds = seconds  # limit of a call that waits for no generator; a request has `router.request_seconds`
+        super().__init__(actor, name=name, who=who, is_replaced=is_replaced)
+        self._seconds = seconds  # limit of a call that waits for no generator
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
         self._over: list[str] = []  # sessions that the router has not heard of
@@ -48,7 +42,7 @@ class RouterClient(RequestClient):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """The completion of one request. Cancelling the call aborts the engine's work. Raises RequestError: the request
-        is invalid or ran out of time, or generators died while they ran it; GeneratorFailed, ActorFailed: no generator
+        is invalid, or generators died while they ran it; GeneratorFailed, ActorFailed: no generator
         can serve it."""
         asked_at = time.monotonic()
         completion = await self.retry_on_replacement(lambda: self._generate(request))

@@ -1,27 +1,20 @@
-"""Samples out of stores on any host: shared memory on the same host, through Monarch from others (RDMA where the hosts
-have it, TCP otherwise).
+"""Samples out of stores on any host: shared memory on the same host, a call of the store's actor on others.
 
-    reader ── expose(ids) ──▶ store: a copy of the samples, registered      reader ◀── the bytes, past all mailboxes ──
-    reader ── withdraw ─────▶ store: the copy is gone
-
-The copy makes a fetch independent of what the store does meanwhile, and one operation of many samples. Nothing stays
-registered between two fetches; what a reader left that died, goes with the next fetch after its bound. The reader
-verifies the samples in its own memory.
+A micro-batch is about a megabyte, so nothing but a call is needed between hosts. The reader verifies the samples in its
+own memory.
 """
 
 import asyncio
 import contextvars
-import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from monarch.rdma import RDMABuffer
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource, decode
-from titan_rl.errors import CallTimeout, SampleError
+from titan_rl.errors import CallTimeout, SampleError, TitanError
 from titan_rl.rpc.connection import ConnectedActor, Connection, endpoint
 from titan_rl.types import TrainingSample
 
@@ -31,47 +24,23 @@ SLOWEST_BYTES_PER_SECOND = 10 << 20
 not report a host that is gone, so this is how long a trainer waits for the samples that it held."""
 
 
-def _fetch_seconds(nbytes: int) -> int:
-    return PATIENCE_SECONDS + nbytes // SLOWEST_BYTES_PER_SECOND
-
-
 class StoreKeeper(ConnectedActor):
     """An actor with a sample store that processes on any host can read."""
 
     def __init__(self, store: SampleStore) -> None:
         self._store = store
-        # registered memory must outlive its handle; and until when a living reader may read it
-        self._exposed: dict[int, tuple[RDMABuffer, np.ndarray, float]] = {}
-        self._tokens = itertools.count()
 
     @endpoint
-    async def expose(self, ids: tuple[int, ...]) -> tuple[RDMABuffer, int]:
-        """Make stored samples readable from other hosts until `withdraw`, or until nobody can be reading them any more.
-        Returns a handle on a buffer with the samples' encodings one after the other, and a token for `withdraw`."""
-
-        def register() -> tuple[RDMABuffer, np.ndarray, float]:
-            content = self._store.read(ids)
-            return RDMABuffer(content.data), content, time.monotonic() + 2 * _fetch_seconds(len(content))
-
-        for left in [token for token, (*_, until) in self._exposed.items() if until < time.monotonic()]:
-            await StoreKeeper.withdraw.answer(self, left)
-        token = next(self._tokens)
-        self._exposed[token] = await asyncio.to_thread(register)  # Monarch refuses it in an event loop
-        return self._exposed[token][0], token
-
-    @endpoint
-    async def withdraw(self, token: int) -> None:
-        """The reader is done with an exposed buffer."""
-        if (exposed := self._exposed.pop(token, None)) is not None:
-            await asyncio.to_thread(lambda: exposed[0].drop().get(timeout=PATIENCE_SECONDS))
+    async def read(self, ids: tuple[int, ...]) -> np.ndarray:
+        """The encodings of stored samples, one after the other."""
+        return self._store.read(ids)
 
 
 class AnyHostSource:
     """A `SampleSource` that reads stores wherever they are.
 
-    Make it in an actor's event loop; its threads then call the stores through that loop, and Monarch's transfers need
-    that actor's context. `stores`: handles of `StoreKeeper`s on other hosts, by the names of their stores; any other
-    store is on this host.
+    Make it in an actor's event loop: its threads then call the stores through that loop, as that actor. `stores`:
+    handles of `StoreKeeper`s on other hosts, by the names of their stores; any other store is on this host.
     """
 
     def __init__(self, stores: Mapping[str, Any]) -> None:
@@ -101,12 +70,11 @@ class AnyHostSource:
     def _fetch_from(self, store: str, batch: SampleBatch) -> list[TrainingSample]:
         distinct = {ref.sample_id: ref for ref in batch.refs}
         ends = np.cumsum([ref.nbytes for ref in distinct.values()]).tolist()
-        content = np.empty(ends[-1], np.uint8)
+        reading = self._read(store, tuple(distinct), ends[-1])
         try:
-            # In a context of its own: prefetching threads come and go, and one context serves one thread at a time.
-            self._context.copy().run(self._read, store, tuple(distinct), content)
-        except Exception as error:  # whatever is raised about a process that is gone, Monarch's traceback cut off
-            reason = f"store {store} could not be read: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            content = self._context.copy().run(asyncio.run_coroutine_threadsafe, reading, self._loop).result()
+        except TitanError as error:
+            reason = f"store {store} could not be read: {type(error).__name__}: {error}"
             raise SampleError(reason, batch.refs[0].group_id, batch.refs[0].sample) from error
         samples = {
             sample_id: decode(content[end - ref.nbytes : end].data, ref)
@@ -114,20 +82,12 @@ class AnyHostSource:
         }
         return [samples[ref.sample_id] for ref in batch.refs]
 
-    def _read(self, store: str, ids: tuple[int, ...], content: np.ndarray) -> None:
+    async def _read(self, store: str, ids: tuple[int, ...], nbytes: int) -> np.ndarray:
         if time.monotonic() < self._silent_until.get(store, 0.0):
             raise CallTimeout("it did not answer a moment ago")  # for every group of a step, one after the other
-        seconds, keeper = _fetch_seconds(len(content)), self._stores[store]
-
-        async def expose() -> tuple[RDMABuffer, int]:
-            return await keeper.call(seconds, StoreKeeper.expose, ids)
-
+        seconds = PATIENCE_SECONDS + nbytes // SLOWEST_BYTES_PER_SECOND
         try:
-            buffer, token = asyncio.run_coroutine_threadsafe(expose(), self._loop).result()
+            return await self._stores[store].call(seconds, StoreKeeper.read, ids)
         except CallTimeout:
             self._silent_until[store] = time.monotonic() + PATIENCE_SECONDS
             raise
-        try:
-            buffer.read_into(content.data, timeout=seconds).get(timeout=seconds)
-        finally:
-            self._loop.call_soon_threadsafe(keeper.tell, StoreKeeper.withdraw, token)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from titan_rl.actors.generator import Generator
-from titan_rl.errors import ActorGone, CallTimeout, GeneratorFailed, GeneratorNotServing, TitanError, WeightsError
+from titan_rl.errors import GeneratorFailed, GeneratorNotServing, TitanError, WeightsError
 from titan_rl.metrics.activity import activity
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.dispatcher import Dispatcher
@@ -54,7 +54,6 @@ class RoutedGenerator(RequestClient):
         super().__init__(rank0, name=name)
         self._router = router
         self.status = GeneratorStatus(name)
-        self.outcome: PolicyVersion | TitanError | None = None  # of its last pull
         self.sync: asyncio.Task[None] | None = None  # the last one
         self.idle = asyncio.Event()  # set whenever it has answered all it had; whoever waits for that clears it
 
@@ -100,28 +99,24 @@ class WeightSync:
         version = self._counted(version)
         serving, failures = [], {}
         for health in self._fleet:
-            name = health.name
             if not health.phase.serves:
-                failures[name] = health.reason or f"it is {health.phase}"
-            elif self._generators[name].outcome == version:
-                serving.append(name)
+                failures[health.name] = health.reason or f"it is {health.phase}"
+            elif health.version == version:
+                serving.append(health.name)
         return FleetPull(version=version, serving=tuple(serving), failures=failures)
 
     async def wake_up(self, name: str) -> PolicyVersion:
-        """Let a sleeping generator pull and serve again. Raises the error of its pull; GeneratorNotServing: it is not
-        asleep, or no weights were published yet."""
+        """Let a sleeping generator pull and serve again. Raises GeneratorFailed: it does not come back;
+        GeneratorNotServing: it is not asleep, or no weights were published yet."""
         if not self.plan.wanted:
             raise GeneratorNotServing(f"{name} cannot be woken: there are no weights to pull yet")
         self._fleet[name].wake()
-        self._generators[name].outcome = None
         self._router.advance()
         await self._router.until(lambda: not self.plan.is_coming(name))
-        outcome = self._generators[name].outcome
-        if outcome is None or isinstance(outcome, ActorGone):  # which a caller would take for the end of this router
-            raise GeneratorFailed(f"{name} did not come back: {outcome or self._fleet[name].reason}")
-        if isinstance(outcome, TitanError):
-            raise outcome
-        return outcome
+        health = self._fleet[name]
+        if health.version is None or not health.phase.serves:
+            raise GeneratorFailed(f"{name} did not come back: {health.reason}")
+        return health.version
 
     async def stop(self) -> None:
         """Cancel the changes that are under way."""
@@ -159,11 +154,9 @@ class WeightSync:
                 else:
                     version = await call(None, Generator.pull_model_state_dict, publication)
             self.plan.verified(name, version)
-            generator.outcome = version
         except Exception as why:  # whatever fails here concerns this generator only
             error = why if isinstance(why, TitanError) else WeightsError(f"{type(why).__name__}: {why}")
             _log.warning("%s did not take new weights: %s", name, error, exc_info=None if error is why else why)
-            generator.outcome = error
             if is_gone(error):
                 self._router.died(generator, error)
             else:
@@ -196,10 +189,9 @@ class WeightSync:
         if self._generators[name] is not generator:
             return
         limit = f"router.pull_seconds ({self._config.pull_seconds:g})"
-        error = CallTimeout(f"{name} takes new weights for longer than {limit}; it serves nothing until it has them")
-        _log.warning("%s", error)
-        generator.outcome = error
-        self._fleet[name].late(str(error))
+        reason = f"{name} takes new weights for longer than {limit}; it serves nothing until it has them"
+        _log.warning("%s", reason)
+        self._fleet[name].late(reason)
         self._router.advance()
 
     def _end_stuck(self, generator: RoutedGenerator) -> None:

@@ -20,10 +20,8 @@ A sample is flat bytes, little-endian; its numbers travel in its reference. The 
 import itertools
 import os
 import shutil
-import threading
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,7 +98,7 @@ class HeldReport:
 
 
 class SampleStore:
-    """The samples of one process. Thread-safe; bytes are encoded and written outside the lock.
+    """The samples of one process. Belongs to one thread.
 
     Args:
         name: a plain word that no other store of this owner has or had, such as its mesh and process id.
@@ -111,7 +109,6 @@ class SampleStore:
     def __init__(self, name: str, *, owner_pid: int, max_bytes: int = 1 << 30, directory: Path = DIRECTORY) -> None:
         self.name = name
         self._max_bytes = max_bytes
-        self._lock = threading.Lock()
         self._held: dict[int, SampleRef] = {}
         self._in_file: Counter[str] = Counter()  # samples that are held
         self._nbytes = 0
@@ -129,89 +126,69 @@ class SampleStore:
             InvariantError: the store is closed.
             ConfigError: a store of this name and owner exists or existed.
         """
+        self._check_open()
         content, checksums = encode(samples)
-        path, first = self._reserve(len(samples), len(content))
+        if self._nbytes + len(content) > self._max_bytes:
+            raise SampleStoreFull(
+                f"sample store {self.name}: no room for {len(content)} bytes more: samples take {self._nbytes} bytes, "
+                f"and the bound is {self._max_bytes} (data_plane.store_mib)"
+            )
+        if not samples:
+            return ()
+        path = str(segment_path(self._directory, self._owner_pid, self._channel, self._files))
+        _write(path, content)
         refs: list[SampleRef] = []
         offset = 0
-        for sample_id, (sample, checksum) in enumerate(zip(samples, checksums, strict=True), start=first):
+        for sample_id, (sample, checksum) in enumerate(zip(samples, checksums, strict=True), start=self._next_id):
             ref = reference_to(sample)._replace(
                 store=self.name, sample_id=sample_id, location=path, offset=offset, checksum=checksum
             )
             refs.append(ref)
             offset += ref.nbytes
-        if not refs:
-            return ()
-        try:
-            _write(path, content)
-            with self._lock:
-                if self._closed:
-                    os.unlink(path)
-                self._check_open()
-                self._in_file[path] = len(refs)
-                self._held |= {ref.sample_id: ref for ref in refs}
-        except BaseException:
-            with self._lock:
-                self._nbytes -= len(content)
-            raise
+        self._files += 1
+        self._next_id += len(refs)
+        self._nbytes += len(content)
+        self._in_file[path] = len(refs)
+        self._held |= {ref.sample_id: ref for ref in refs}
         return tuple(refs)
 
     def release(self, ids: Iterable[int]) -> None:
         """The owner gives these samples up for good."""
-        with self._lock:
-            for sample_id, ref in self._known(ids, "released").items():
-                del self._held[sample_id]
-                self._nbytes -= ref.nbytes
-                self._in_file[ref.location] -= 1
-                if not self._in_file[ref.location]:
-                    del self._in_file[ref.location]
-                    Path(ref.location).unlink(missing_ok=True)
+        for sample_id, ref in self._known(ids, "released").items():
+            del self._held[sample_id]
+            self._nbytes -= ref.nbytes
+            self._in_file[ref.location] -= 1
+            if not self._in_file[ref.location]:
+                del self._in_file[ref.location]
+                Path(ref.location).unlink(missing_ok=True)
 
     def read(self, ids: Sequence[int]) -> np.ndarray:
         """The bytes of these samples, one after the other: [bytes] uint8, a copy."""
-        with self._lock:
-            self._check_open()
-            known = self._known(ids, "read").values()
-            content = np.empty(sum(ref.nbytes for ref in known), np.uint8)
-            end = 0
-            for path, in_file in itertools.groupby(known, key=lambda ref: ref.location):
-                with open(path, "rb", buffering=0) as file:
-                    for ref in in_file:
-                        os.preadv(file.fileno(), [content.data[end : end + ref.nbytes]], ref.offset)
-                        end += ref.nbytes
-            return content
+        self._check_open()
+        known = self._known(ids, "read").values()
+        content = np.empty(sum(ref.nbytes for ref in known), np.uint8)
+        end = 0
+        for path, in_file in itertools.groupby(known, key=lambda ref: ref.location):
+            with open(path, "rb", buffering=0) as file:
+                for ref in in_file:
+                    os.preadv(file.fileno(), [content.data[end : end + ref.nbytes]], ref.offset)
+                    end += ref.nbytes
+        return content
 
     def held(self) -> HeldReport:
-        with self._lock:
-            groups = Counter(ref.group_id for ref in self._held.values())
-            nbytes = sum(ref.nbytes for ref in self._held.values())
-            return HeldReport(self.name, dict(sorted(groups.items())), nbytes)
+        groups = Counter(ref.group_id for ref in self._held.values())
+        return HeldReport(self.name, dict(sorted(groups.items())), self._nbytes)
 
     def close(self) -> HeldReport:
         """Remove all files; nothing can be stored or read any more. Returns what was still held."""
         report = self.held()
-        with self._lock:
-            self._closed = True
-            for path in self._in_file:
-                Path(path).unlink(missing_ok=True)
-            self._held.clear()
-            self._in_file.clear()
+        self._closed = True
+        for path in self._in_file:
+            Path(path).unlink(missing_ok=True)
+        self._held.clear()
+        self._in_file.clear()
+        self._nbytes = 0
         return report
-
-    def _reserve(self, samples: int, nbytes: int) -> tuple[str, int]:
-        """A file of its own, and the first of the ids."""
-        with self._lock:
-            self._check_open()
-            if self._nbytes + nbytes > self._max_bytes:
-                raise SampleStoreFull(
-                    f"sample store {self.name}: no room for {nbytes} bytes more: samples take {self._nbytes} bytes, "
-                    f"and the bound is {self._max_bytes} (data_plane.store_mib)"
-                )
-            self._nbytes += nbytes
-            path = str(segment_path(self._directory, self._owner_pid, self._channel, self._files))
-            self._files += 1
-            first = self._next_id
-            self._next_id += samples
-            return path, first
 
     def _known(self, ids: Iterable[int], done: str) -> dict[int, SampleRef]:
         known: dict[int, SampleRef] = {}
@@ -279,25 +256,6 @@ def references_in(path: Path, batch: SampleBatch) -> SampleBatch:
     return SampleBatch.of(
         ref._replace(location=str(path), offset=offset) for ref, offset in zip(batch.refs, ends, strict=False)
     )
-
-
-def prefetched(
-    source: SampleSource, batches: Sequence[SampleBatch]
-) -> Generator[tuple[TrainingSample, ...], None, None]:
-    """What `source.fetch` gives for each batch, in order, fetched by one thread while the caller works on the last one.
-    An error comes where its batch's samples would have come. The thread ends with the iterator; a single batch needs
-    none."""
-    if len(batches) == 1:
-        yield source.fetch(batches[0])
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
-        ahead: Future[tuple[TrainingSample, ...]] | None = None
-        for batch in batches:
-            current, ahead = ahead, thread.submit(source.fetch, batch)
-            if current is not None:
-                yield current.result()
-        if ahead is not None:
-            yield ahead.result()
 
 
 def _write(path: str, content: bytes) -> None:

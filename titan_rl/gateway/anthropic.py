@@ -23,7 +23,7 @@ from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message, ToolSpec
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
-ERRORS |= {503: "overloaded_error", 504: "timeout_error"}
+ERRORS |= {503: "overloaded_error"}
 
 
 class TextBlock(Strict):

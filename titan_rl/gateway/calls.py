@@ -5,8 +5,8 @@
 - A choice's tokens and logprobs are all that were sampled, the stop token included, up to the token that completed a
   stop text. Its text is that of these tokens without the stop token, cut before the stop text.
 - The deltas of a choice, put together, are that choice.
-- What a client did wrong is a 4xx with a sentence about it. What the fleet cannot do is a 503 with the cause, or a 504
-  where it took too long. The router has already retried what can be retried, so every error carries
+- What a client did wrong is a 4xx with a sentence about it. What the fleet cannot do is a 503 with the cause. The
+  router has already retried what can be retried, so every error carries
   `x-should-retry: false`, which the `openai` clients heed. Only a gateway that is closing asks for another try: another
   one may take its place.
 """
@@ -192,7 +192,6 @@ class ApiError(Exception):
 
 _ANSWERS: tuple[tuple[type[Exception], int, str], ...] = (
     (errors.RolloutOver, 403, "rollout_over"),
-    (errors.RequestTimeout, 504, "request_timeout"),
     (errors.RequestLost, 503, "engine_unavailable"),
     (errors.RequestTooLong, 400, "context_length_exceeded"),
     (errors.RequestError, 400, "invalid_request"),

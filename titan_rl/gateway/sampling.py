@@ -1,7 +1,7 @@
 """Samples a call's completions with the engines and turns them into choices for its client.
 
 - Every request has an id of its own, and is sent once.
-- Nothing bounds the time of an answer but `router.request_seconds`. A dead fleet fails its requests, and a client that
+- Nothing bounds the time of an answer but its tokens. A dead fleet fails its requests, and a client that
   has waited long enough hangs up.
 - One thread does all that tokenizes, because a long text must not hold up the answers of other calls.
 """

@@ -32,8 +32,7 @@ from monarch.rdma import RDMABuffer
 
 from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import HostFacts, detect_host, installed
-from titan_rl.metrics.timeline import SPANS, Pulse, timeline
-from titan_rl.metrics.waits import watch_event_loops
+from titan_rl.metrics.timeline import SPANS, Pulse
 from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import ConnectedActor, caller, endpoint
 from titan_rl.supervision.fork_server import Stage
@@ -142,12 +141,6 @@ async def lock_worker(file: Path, run: str, seconds: float) -> int:
     return descriptor
 
 
-def prepare_agent(host: str) -> None:
-    """Begin the timeline of an agent's process, before it has an event loop."""
-    watch_event_loops()
-    timeline.begin(scratch_directory() / SPANS, f"agent_{host}", host=host)
-
-
 class HostAgent(ConnectedActor):
     """Acts on one host for the run's controller.
 
@@ -173,7 +166,6 @@ class HostAgent(ConnectedActor):
         """Take up the duties. News is told to the client that calls this. `stage`: of the fork server, depending on the
         host."""
         push, loop = caller().push, asyncio.get_running_loop()
-        timeline.follow(lambda: "the controller")
         try:
             lock = Path(tempfile.gettempdir(), "agent.lock")
             await lock_worker(lock, self._run, 1.5 * self._silent_seconds / LOOKS)

@@ -18,7 +18,6 @@ import logging
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from monarch.actor import attach_to_workers, shutdown_context, this_host
 from monarch.rdma import is_ibverbs_available
 
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
-from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, prepare_agent, refuse_differences
+from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
-from titan_rl.hosts.shipped_logs import MOST_BYTES, Pace, ShippedLogs
+from titan_rl.hosts.shipped_logs import PULSE_BYTES, ShippedLogs
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -159,8 +158,7 @@ class AttachedHost(Host):
     """A host with a worker, which listens at ADDRESS:PORT.
 
     Args:
-        log_directory: of the run, which it names; empty: logs are not shipped.
-        spans: whether timelines are shipped with them.
+        log_directory: of the run, which it names; empty: logs and timelines are not shipped.
         controller: address and port at which the controller listens.
         on_lost: called once, when the host is lost.
     """
@@ -172,14 +170,13 @@ class AttachedHost(Host):
         *,
         stage: Callable[[HostFacts], Stage],
         log_directory: str,
-        spans: bool,
         controller: tuple[str, int],
         silent_seconds: float,
         on_end: Ended,
         on_lost: Callable[[AttachedHost], None],
     ) -> None:
         self.name, self.label, self._worker = name, f"{name} ({worker})", worker
-        self._stage, self._log_directory, self._spans = stage, log_directory, spans
+        self._stage, self._log_directory = stage, log_directory
         self._silent_seconds, self._controller = silent_seconds, controller
         self._on_end, self._on_lost = on_end, on_lost
         self._logs = ShippedLogs(log_directory, on_death=_log.error) if log_directory else None
@@ -195,29 +192,21 @@ class AttachedHost(Host):
         self._mesh = attach_to_workers(ca="trust_all_connections", workers=there)
         try:
             await bounded(self._mesh.initialized, what=f"attaching {self.label}", seconds=CALL_SECONDS / 2)
-            begin = functools.partial(prepare_agent, self.name) if self._spans else None
-            processes = self._mesh.spawn_procs(per_host={"ranks": 1}, name="agent", bootstrap=begin)
+            processes = self._mesh.spawn_procs(per_host={"ranks": 1}, name="agent")
             about = self.name, address, LEASE * silent, self._log_directory, self._controller
             actor = processes.spawn(f"agent_{next(_serial)}", HostAgent, *about)
             self._agent = Connection(
                 actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
             )
-            await self._agent.call(CALL_SECONDS, HostAgent.echo, b"")
+            await self._agent.call(CALL_SECONDS, HostAgent.echo, bytes(LARGE_BYTES))
             known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin, self._stage)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))
             raise HostLost(
                 f"{self.label} takes connections and starts nothing. Perhaps a firewall keeps it from reaching this "
-                "host; or it is no `titan-rl worker`, or one that was started again (it needs another port) or listens "
-                f"at another address; or only one of the hosts has TLS, or their certificates do not fit ({error})"
-            ) from error
-        try:
-            await self._agent.call(CALL_SECONDS / 2, HostAgent.echo, bytes(LARGE_BYTES))
-        except CallTimeout as error:
-            self._lose(str(error))
-            raise HostLost(
-                f"{self.label} answers, but {LARGE_BYTES >> 10} KiB at once do not come through: compare the MTU of "
-                "the network interfaces on the way"
+                "host, or large packets are lost on the way (compare the MTU of the network interfaces); or it is no "
+                "`titan-rl worker`, or one that was started again (it needs another port) or listens at another "
+                f"address; or only one of the hosts has TLS, or their certificates do not fit ({error})"
             ) from error
         self.facts, self.owner, self.scratch = known.facts, known.pid, Path(known.scratch)
         self.python, self.logs = known.python, str(self.scratch / "logs") if self._log_directory else ""
@@ -234,7 +223,7 @@ class AttachedHost(Host):
         except Exception as error:  # of Monarch, of its libraries, or of the agent
             self.variables = TCP_ONLY
             why = str(error).partition("\n")[0]
-            say(f"RDMA from {self.label} does not work ({why}): its weights and samples go by TCP")
+            say(f"RDMA from {self.label} does not work ({why}): its weights go by TCP")
 
     def mesh(self) -> Any:
         return self._mesh
@@ -275,7 +264,7 @@ class AttachedHost(Host):
             await asyncio.gather(pulses, return_exceptions=True)
         if self._agent is not None and not self.lost:  # it was reached, and somebody there answers
             if pulses is not None:  # it was attached
-                await self._ask(HostAgent.pulse, 16 * MOST_BYTES)  # the last lines of the logs
+                await self._ask(HostAgent.pulse, 64 * PULSE_BYTES)  # the last lines of the logs
                 await self.remove_segments("")
             self.lost = self.lost or "it was detached"
             await self._agent.close()
@@ -298,14 +287,9 @@ class AttachedHost(Host):
             _log.warning("%s", error)
 
     async def _watch_pulses(self) -> None:
-        pace = Pace(self._silent_seconds)
-
         async def pulse() -> list[Pulse]:
-            began, room = time.monotonic(), self._logs is None or self._logs.has_room
-            try:
-                return [await self._call(HostAgent.pulse, pace.nbytes if room else 0, seconds=None)]
-            finally:
-                pace.took(time.monotonic() - began)
+            room = self._logs is None or self._logs.has_room
+            return [await self._call(HostAgent.pulse, PULSE_BYTES if room else 0, seconds=None)]
 
         try:
             await until_still(pulse, self._silent_seconds)

@@ -7,26 +7,10 @@ from pathlib import Path
 
 from titan_rl.hosts.agent import News
 from titan_rl.processes import start_thread
-from titan_rl.rpc.mesh_client import LOOKS
 
-LEAST_BYTES, MOST_BYTES = 16 << 10, 1 << 20
-"""The least takes a quarter of a second at 0.5 Mbit/s."""
-
-
-class Pace:
-    """How many bytes go with the next pulse: few after a late one, so that they never make a link look dead.
-
-    16 KiB, 32 KiB, … 1 MiB, late, 16 KiB, 32 KiB, …
-    """
-
-    def __init__(self, seconds: float) -> None:
-        """The seconds are the bound of `until_still`."""
-        self._late_seconds = seconds / LOOKS / 2
-        self.nbytes = LEAST_BYTES
-
-    def took(self, seconds: float) -> None:
-        """The last pulse, answered or not."""
-        self.nbytes = LEAST_BYTES if seconds > self._late_seconds else min(MOST_BYTES, 2 * self.nbytes)
+PULSE_BYTES, MOST_BYTES = 256 << 10, 1 << 20
+"""That go with one pulse, and that may wait to be written. The first take a fifth of `placement.host_seconds`, as long
+as a pulse may, at a megabit per second; a run's weights and samples need links that are far faster."""
 
 
 class ShippedLogs:

@@ -41,10 +41,8 @@ OVER, LEFT = "titan_rl/{}/over", "titan_rl/{}/left{}"
 """Keys in the store, which outlives an attempt of torchrun (`--max-restarts`)."""
 NODES = "TITAN_RL_NODES"
 """Variable with the names of the nodes in the order of their ranks, for messages; it may be missing."""
-MEET_SECONDS = 60.0
-"""How long rank 0 waits for the workers, and they for the store. torchrun starts the ranks together."""
-JOB_SECONDS = 600.0
-"""The same without torchrun: a node may have to fetch an image first."""
+MEET_SECONDS = 600.0
+"""How long rank 0 waits for the workers, and they for the store: a node may have to fetch an image first."""
 LEAVE_SECONDS = 5.0
 """How long a store that is rank 0's own waits for the workers to hear that it is over."""
 FOR_EVER = timedelta(days=365)
@@ -90,7 +88,7 @@ def hosts_of(environ: Mapping[str, str]) -> int:
 def workers(environ: Mapping[str, str], ranks: int, *, trusted: bool) -> tuple[str, ...]:
     """On rank 0: ADDRESS:PORT of every other rank, which end when this process does. `trusted` is
     `placement.trusted_network`, for all ranks. Raises ConfigError if some did not come, or may not listen."""
-    store, attempt, seconds = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0"), _patience(environ)
+    store, attempt = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     keys = [WORKER.format(attempt, rank) for rank in range(1, ranks)]
 
     def end() -> None:
@@ -103,13 +101,13 @@ def workers(environ: Mapping[str, str], ranks: int, *, trusted: bool) -> tuple[s
     store.set(TRUSTED.format(attempt), str(int(trusted)))
     transport(() if trusted or is_loopback(environ["MASTER_ADDR"]) else (environ["MASTER_ADDR"],))
     try:
-        store.wait(keys, timedelta(seconds=seconds))
+        store.wait(keys, timedelta(seconds=MEET_SECONDS))
     except RuntimeError as error:  # torch's DistStoreError
         nodes = dict(enumerate(environ.get(NODES, "").split()))
         missing = [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
         names = ", ".join(f"rank {rank}" + f" ({nodes.get(rank)})" * (rank in nodes) for rank in missing)
         raise ConfigError(
-            f"{names} of {ranks} did not come within {seconds:g} s: look at what was said there"
+            f"{names} of {ranks} did not come within {MEET_SECONDS:g} s: look at what was said there"
         ) from error
     return tuple(store.get(key).decode() for key in keys)
 
@@ -134,7 +132,7 @@ def serve_rank(environ: Mapping[str, str]) -> NoReturn:
     try:
         trusted = store.get(TRUSTED.format(attempt)) == b"1"
     except RuntimeError as error:
-        raise ConfigError(f"rank 0 did not start a run within {_patience(environ):g} s") from error
+        raise ConfigError(f"rank 0 did not start a run within {MEET_SECONDS:g} s") from error
     serve_host(address, port, trusted=trusted, until=wait)
 
 
@@ -143,13 +141,9 @@ def _has_agent(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _patience(environ: Mapping[str, str]) -> float:
-    return MEET_SECONDS if _has_agent(environ) else JOB_SECONDS
-
-
 def _store(environ: Mapping[str, str]) -> TCPStore:
     """Where the ranks meet. Rank 0's own listens on MASTER_ADDR, and on no other address."""
-    address, port, seconds = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), timedelta(seconds=_patience(environ))
+    address, port, seconds = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), timedelta(seconds=MEET_SECONDS)
     try:
         socket.getaddrinfo(address, port)
     except OSError as error:

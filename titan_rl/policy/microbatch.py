@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.data_plane.store import SampleSource, prefetched
+from titan_rl.data_plane.store import SampleSource
 from titan_rl.errors import SampleError, SamplesLost, TrainingError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.packing import PackingPlan
@@ -206,24 +206,21 @@ class RankSamples:
         self._lost: list[SampleError] = []
 
     def microbatches(self, device: torch.device, *, share: bool, multiple: int) -> Iterator[MicroBatch]:
-        """One for each round, as `pack` makes it; dummies from the round on whose samples cannot be had. The next
-        round's samples are fetched meanwhile.
+        """One for each round, as `pack` makes it; dummies from the round on whose samples cannot be had.
 
         The ranks of one tensor-parallel group compute the same samples, so they give up in the same round.
         """
-        fetching = prefetched(self._source, self._batches)
         given_up = False
-        for _ in self._batches:
+        for batch in self._batches:
             timeline.doing("pack")
             samples: Sequence[TrainingSample] = ()
             if not given_up:
                 try:
-                    samples = next(fetching)
+                    samples = self._source.fetch(batch)
                 except SampleError as error:
                     self._lost.append(error)
                 given_up = self._tensor_ranks.any(bool(self._lost))
             yield pack(() if given_up else samples, device, share=share, multiple=multiple)
-        fetching.close()
 
     def raise_if_lost(self, what: str) -> None:
         """Raises SamplesLost, the same on all ranks, if any rank lost a sample of `what`."""

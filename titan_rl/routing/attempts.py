@@ -79,10 +79,8 @@ class OpenRequest:
     attempt: GenerationRequest | None = None  # live now; None while waiting
     generator: str = ""
     turn: int = 0  # its place among those that wait
-    started: float = 0.0  # when the live attempt started
-    seconds: float = 0.0  # spent in earlier attempts
     deaths: tuple[str, ...] = ()  # causes of death of generators that ran it
-    given_up: bool = False  # aborted by the caller or out of time: the next answer is the last
+    given_up: bool = False  # aborted by the caller: the next answer is the last
 
     @property
     def sampled(self) -> int:

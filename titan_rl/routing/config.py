@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_rl.bounds import CountOrZero, NotNegative, Positive
+from titan_rl.bounds import CountOrZero, Positive
 
 
 @dataclass(kw_only=True, slots=True)
@@ -26,9 +26,6 @@ class RouterConfig:
     pull_seconds: Positive = 120.0
     """Longest pull of one generator, after its drain. A later one is waited for by nobody: the generator is LATE and
     takes no requests until its pull ends. After five times as long it is ended and replaced."""
-    request_seconds: NotNegative = 0.0
-    """Longest time that a request may spend with generators, all its attempts together; then its engine stops it, and
-    it fails. Waiting at the router (for weights, or for a generator) does not count. 0: no bound."""
     request_retries: CountOrZero = 1
     """Further generators that get a request after one has died under it; then it fails, because it may be what they die
     of. Interruptions (drains, failed pulls, sleep) do not count."""

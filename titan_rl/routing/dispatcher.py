@@ -8,8 +8,7 @@ Always true, after every method:
 - an attempt goes only to a generator whose version the request allows, and its id is never reused;
 - what happens to one request costs nothing per generator or per other request, but the logarithm in the strategy;
 - a request for an exact version is never live on a generator that takes new weights while it serves;
-- at most `request_retries` + 1 generators die under one request, and it spends at most `request_seconds` with them,
-  however often it is interrupted;
+- at most `request_retries` + 1 generators die under one request, however often it is interrupted;
 - with `resume`, a completion begins with the tokens that its caller was shown as pieces, even if the generator that
   sampled them is lost.
 
@@ -32,7 +31,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from titan_rl.errors import RequestError, RequestLost, RequestTimeout, TitanError
+from titan_rl.errors import RequestError, RequestLost, TitanError
 from titan_rl.routing.attempts import ATTEMPT_MARK, OpenRequest, Shown, ending, next_attempt, stitch
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.health import Fleet, Phase
@@ -71,7 +70,6 @@ class Dispatcher:
     def __init__(self, strategy: RoutingStrategy, fleet: Fleet, config: RouterConfig) -> None:
         self._strategy = strategy
         self._resume = config.resume
-        self._seconds = config.request_seconds or math.inf
         self._retries = config.request_retries
         self._fleet = fleet
         self._requests: dict[str, OpenRequest] = {}  # by the caller's id
@@ -81,7 +79,6 @@ class Dispatcher:
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
         self._load: Counter[str] = Counter()
         self._wait_until = math.inf  # the earliest `Wait` of the strategy
-        self._overdue_at = math.inf  # no live attempt runs out of time before this
         self._failures: list[tuple[str, TitanError]] = []
 
     @property
@@ -94,9 +91,8 @@ class Dispatcher:
 
     @property
     def wake_at(self) -> float | None:
-        """Latest time for the next call of `overdue` and `reconsider`; None: not before something changes."""
-        at = min(self._wait_until, self._overdue_at)
-        return None if at == math.inf else at
+        """Latest time for the next call of `reconsider`; None: not before something changes."""
+        return None if self._wait_until == math.inf else self._wait_until
 
     def load(self, generator: str) -> int:
         """Estimated tokens in flight."""
@@ -116,8 +112,6 @@ class Dispatcher:
 
     def refusal(self, request: GenerationRequest) -> RequestError | None:
         """Why this request is refused; None: it is accepted."""
-        if request.request_id in self._requests:  # of one that is overdue, whose attempt is still being stopped
-            return RequestError(f"request id {request.request_id} is already live")
         if ATTEMPT_MARK in request.request_id:
             return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
         if self._resume and request.sampling.depends_on_output:
@@ -154,29 +148,6 @@ class Dispatcher:
                 self._stop_waiting(request)
                 assignments.append(assignment)
         return assignments
-
-    def overdue(self, now: float) -> list[Assignment]:
-        """Fail requests that have used up their time with generators. Call it at `wake_at`. Returns their live
-        attempts, which the caller must abort."""
-        if now < self._overdue_at:
-            return []
-        self._overdue_at = math.inf
-        overdue: list[Assignment] = []
-        for request in self._attempts.values():
-            if request.given_up:
-                continue
-            at = request.started + self._seconds - request.seconds
-            if at > now:
-                self._overdue_at = min(self._overdue_at, at)
-                continue
-            assert request.attempt is not None
-            request.given_up = True
-            overdue.append(Assignment(request.generator, request.attempt))
-            request_id = request.original.request_id
-            reason = f"request {request_id}: not finished after {self._seconds:g} s with generators"
-            error = RequestTimeout(f"{reason} (router.request_seconds); it was stopped and its tokens dropped")
-            self._failures.append((request_id, error))
-        return overdue
 
     def ended_whole(self, attempt_id: str, reason: FinishReason) -> bool:
         """An attempt ended for this reason. Returns whether its completion is the whole answer as it is: the request's
@@ -274,7 +245,6 @@ class Dispatcher:
 
     def _queue(self, request: OpenRequest, now: float) -> None:
         """An attempt is over, and the request waits for the next one."""
-        request.seconds += now - request.started
         request.waiting_since = now
         self._wait(request)
 
@@ -313,11 +283,9 @@ class Dispatcher:
             return None
         attempt = next_attempt(request)
         request.attempts += 1
-        request.attempt, request.generator, request.started = attempt, choice, now
+        request.attempt, request.generator = attempt, choice
         if attempt.stream_from >= 0:
             request.shown = Shown(attempt.stream_from)
-        if (at := now + self._seconds - request.seconds) < self._overdue_at:
-            self._overdue_at = at
         self._attempts[attempt.request_id] = request
         self._on.setdefault(choice, {})[attempt.request_id] = None
         load = self._load[choice] = self._load[choice] + estimated_cost(attempt)

@@ -313,7 +313,7 @@ class GeneratorStatus:
     failed: int = 0
     """Attempts that ended in an error."""
     aborted: int = 0
-    """Answers that it was sampling when their callers gave them up, or out of time."""
+    """Answers that it was sampling when their callers gave them up."""
     aborted_tokens: int = 0
     """Tokens of these answers."""
     last_error: str = ""

@@ -34,20 +34,14 @@ class MeshClient:
     """Runs in each process. `setup` and `set_peers` take the peers by name, unless the subclass calls others."""
 
     def __init__(
-        self,
-        name: str,
-        actors: Sequence[Any] = (),
-        *,
-        start_seconds: float | None = None,
-        replaced_within: float | None = None,
+        self, name: str, actors: Sequence[Any] = (), *, start_seconds: float | None = None, is_replaced: bool = True
     ) -> None:
         """
         Args:
             name: of the mesh, for errors.
             actors: handle of each rank; empty: `replace` brings them.
             start_seconds: bound on `setup`.
-            replaced_within: how long `retry_on_replacement` waits. None: somebody replaces the actors, or ends this
-                client once it gives them up.
+            is_replaced: somebody replaces the actors that are gone, or ends who waits for that.
         """
         self.name = name
         self.actor: Any = None
@@ -58,7 +52,7 @@ class MeshClient:
         self.files_left = ""
         """Channel of the shared memory that the last mesh left. Whoever has ended its processes removes the files."""
         self.start_seconds = start_seconds
-        self._replaced_within = replaced_within
+        self._is_replaced = is_replaced
         self._peers: dict[str, Any] = {}
         self._can_retry = asyncio.Event()
         if actors:
@@ -111,17 +105,15 @@ class MeshClient:
 
     async def retry_on_replacement(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """The result of `call()`, which may be made twice: if the actors are gone before it has one, it is called again
-        once they are replaced. Raises ActorGone if that takes too long."""
+        once they are replaced. Raises ActorGone if nobody replaces them."""
         while True:
             can_retry = self._can_retry
             try:
                 return await call()
-            except ActorGone as gone:
-                try:
-                    async with asyncio.timeout(self._replaced_within):
-                        await can_retry.wait()
-                except TimeoutError:
-                    raise gone from None
+            except ActorGone:
+                if not self._is_replaced:
+                    raise
+                await can_retry.wait()
 
     def _retry_now(self) -> None:
         self._can_retry.set()

@@ -240,10 +240,10 @@ class RequestClient(MeshClient):
     """Sends requests to one server. A subclass implements `answered` and `sampled`, which are called on the event loop
     and must not raise."""
 
-    def __init__(self, server: Any, *, name: str, who: str = "", replaced_within: float | None = 0.0) -> None:
+    def __init__(self, server: Any, *, name: str, who: str = "", is_replaced: bool = False) -> None:
         """`server`: handle of a `RequestServer`; None: `replace` brings it. `who`: name of the mesh of this client, for
         `client_lost`."""
-        super().__init__(name, [] if server is None else [server], replaced_within=replaced_within)
+        super().__init__(name, [] if server is None else [server], is_replaced=is_replaced)
         self._who = who
         self._open: set[str] = set()  # requests that are not answered yet, aborted or not
         self._tick: list[GenerationRequest] = []  # to be sent at the end of this tick
@@ -298,7 +298,6 @@ class RequestClient(MeshClient):
         except Exception as why:  # a field of one of them cannot be pickled
             error = RequestError(f"{self.name}: requests cannot be sent: {type(why).__name__}: {why}")
             self._fail([request.request_id for request in requests], error)
-        self.connection.flush()  # this is the end of the tick already
 
     def _on_lost(self, reason: str) -> None:
         self._fail(list(self._open), ActorGone(f"{self.name}.generate_many: {reason}"))

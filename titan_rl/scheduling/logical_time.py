@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_rl.errors import OutcomeChanged
+from titan_rl.errors import RollbackNeeded
 from titan_rl.scheduling.config import StalenessLimits
 
 
@@ -50,13 +50,13 @@ class LogicalTime:
 
     def end(self, group_id: int, *, trainable: bool) -> None:
         """A group has ended. One that was lost after its decision ends again, and in the same way. Raises
-        OutcomeChanged: it was decided to be trainable, and is not now."""
+        RollbackNeeded: it was decided to be trainable, and is not now."""
         if group_id >= self._decided:
             self._ended[group_id] = trainable
         elif not trainable:
-            raise OutcomeChanged(
+            raise RollbackNeeded(
                 f"group {group_id} was lost after later groups had been admitted because it could be trained, and now "
-                "it cannot; a deterministic run cannot go on without it, but --resume plays it again"
+                "it cannot; a deterministic run cannot go on without it"
             )
 
     def waits(self, group_id: int) -> bool:

@@ -1,6 +1,6 @@
 """All that is known of one mesh, with one state. A pure state machine: time is handed in, and nothing is awaited here.
 
-    PLACED ─▶ STARTING ─▶ BORN ─▶ UP ─▶ LOST ─▶ BACKOFF ─▶ STARTING ─▶ …
+    PLACED ─▶ STARTING ─▶ BORN ─▶ UP ─▶ LOST ─▶ STARTING ─▶ …
                   └─────────┴───────────▶┘└─▶ GIVEN_UP ─▶ PLACED: its host has room again, or another one joined
 
 A mesh is lost as a whole, with its first rank, and once per start. Failures in a row are counted. The pause before the
@@ -35,9 +35,7 @@ class MeshState(StrEnum):
     """Its processes run, and its actors are set up."""
     UP = "up"
     LOST = "lost"
-    """A process ended, an actor failed, or nothing moved: what is left of it is killed."""
-    BACKOFF = "backoff"
-    """It waits for its next start."""
+    """A process ended, an actor failed, or nothing moved: what is left of it is killed. It waits for its next start."""
     GIVEN_UP = "given up"
     """It failed too often."""
 
@@ -47,8 +45,7 @@ TRANSITIONS = {
     MeshState.STARTING: {MeshState.BORN, MeshState.LOST},
     MeshState.BORN: {MeshState.UP, MeshState.LOST},
     MeshState.UP: {MeshState.LOST},
-    MeshState.LOST: {MeshState.BACKOFF, MeshState.GIVEN_UP},
-    MeshState.BACKOFF: {MeshState.STARTING},
+    MeshState.LOST: {MeshState.STARTING, MeshState.GIVEN_UP},
     MeshState.GIVEN_UP: {MeshState.PLACED},
 }
 
@@ -130,11 +127,6 @@ class ManagedMesh:
         self._move(MeshState.LOST)
         self.fault, self.losses = fault, self.losses + 1
         return True
-
-    def back_off(self) -> float:
-        """It will be started again, after so many seconds."""
-        self._move(MeshState.BACKOFF)
-        return pause_after(self.failures)
 
     def give_up(self) -> None:
         self._move(MeshState.GIVEN_UP)

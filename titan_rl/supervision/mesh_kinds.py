@@ -230,7 +230,7 @@ class RouterKind(MeshKind):
     lost_with = "which sessions stick to which generator"
 
     def client(self, plan: MeshPlan) -> RouterClient:
-        return RouterClient(seconds=self.start_seconds, who="controller", replaced_within=None)
+        return RouterClient(seconds=self.start_seconds, who="controller", is_replaced=True)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
         table, generators = self.table, self.table.generators()

@@ -208,7 +208,6 @@ class Provisioner:
                 worker,
                 stage=self._stage,
                 log_directory=self._log_directory,
-                spans=self._spans,
                 controller=self._listens,
                 silent_seconds=silent_seconds,
                 on_end=self._ended,

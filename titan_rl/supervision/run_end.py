@@ -94,21 +94,18 @@ class RunEnd:
     @contextlib.asynccontextmanager
     async def cancels(self) -> AsyncIterator[None]:
         """As `watch`, for a block of a task: the first fatal fault cancels it and is raised instead."""
-        task, over = asyncio.current_task(), False
 
-        def cancel(first: asyncio.Future[TitanError]) -> None:
-            if task is not None and not over:
-                task.cancel()
+        async def fail() -> None:
+            await asyncio.wait({self._first})
+            raise self._first.result()
 
-        self._first.add_done_callback(cancel)
         try:
-            yield
-        except asyncio.CancelledError:
-            if task is None or not self._first.done() or task.uncancel():
-                raise
-            raise self._first.result() from None
-        finally:
-            over = True
+            async with asyncio.TaskGroup() as tasks:
+                failing = tasks.create_task(fail())
+                yield
+                failing.cancel()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def unless_given_up(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, whatever ends the run meanwhile, unless it is that this mesh was given up. That is raised."""

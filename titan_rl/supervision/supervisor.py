@@ -36,7 +36,7 @@ from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.connection import bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_stages import fork_stages
-from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
+from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState, pause_after
 from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable
 from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import TOO_LATE, Provisioner, listen_for
@@ -318,7 +318,7 @@ class Supervisor:
             if mesh.state is MeshState.LOST:
                 if mesh.exhausted and self._may_give_up(mesh):
                     return False
-                if pause := mesh.back_off():
+                if pause := pause_after(mesh.failures):
                     self.say(f"{mesh.name} starts again in {pause:g} s: {mesh.fault}")
                     await asyncio.sleep(pause)
                     if await self._is_gone(mesh):

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[int, ...]]
 """Global shape of each tensor that a rank holds a part of."""
-Aliases = tuple[tuple[str, str], ...]
 
 ALIGNMENT = 64
 """Bytes; what tensors start at a multiple of (a cache line, and what vector loads like)."""
@@ -88,8 +87,6 @@ class SharedMemoryPublisher:
         self._locations = [segment_location(directory, channel, slot) for slot in range(max_live)]
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
         self._live: dict[PolicyVersion, int] = {}  # version -> slot
-        self._layout: Manifest | None = None  # where everything lies; fingerprints are 0
-        self._layout_of: object = None
         self._closed = False
 
     def publish(
@@ -114,9 +111,10 @@ class SharedMemoryPublisher:
         what = f"publishing {self._channel} {version}"
         slot, mine = self._ranks.together(what, lambda: (self._free_slot(version), list(shards)))
         shapes = {shard.name: tuple(shard.global_shape) for shard in mine}
-        if len({*(everyones := self._ranks.gather((version, slot)))}) > 1:
-            raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {everyones}")
-        layout = self._agreed_layout(what, shapes, dtype, tuple(aliases))
+        versions, everyones = zip(*self._ranks.gather(((version, slot), shapes)), strict=True)
+        if len({*versions}) > 1:
+            raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {[*versions]}")
+        layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, tuple(aliases)))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
         segment = self._open(what, slot, layout)
         sums = self._ranks.together(what, lambda: _write(segment, layout, written))
@@ -174,16 +172,6 @@ class SharedMemoryPublisher:
     def _live_names(self) -> str:
         return ", ".join(map(str, sorted(self._live))) or "none"
 
-    def _agreed_layout(self, what: str, shapes: Shapes, dtype: torch.dtype, aliases: Aliases) -> Manifest:
-        """The same layout on all ranks, of the names that any rank has. Kept for as long as no rank's names change."""
-        described = (shapes, dtype, aliases)
-        if self._ranks.any(self._layout_of != described):
-            everyones = self._ranks.gather(shapes)
-            self._layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, aliases))
-            self._layout_of = described
-        assert self._layout is not None
-        return self._layout
-
 
 class HostExchange:
     """Completes a publication on every host of a trainer that spans several: a host gets from the others what it lacks.
@@ -231,8 +219,8 @@ def publish_checkpoint(directory: Path, publisher: SharedMemoryPublisher, *, dty
     return publisher.publish(PolicyVersion(0, 0), shards, dtype=dtype, aliases=TIED if tied else ())
 
 
-def _merged_layout(everyones: list[Shapes], dtype: torch.dtype, aliases: Aliases) -> Manifest:
-    """One layout from what every rank has."""
+def _merged_layout(everyones: Sequence[Shapes], dtype: torch.dtype, aliases: tuple[tuple[str, str], ...]) -> Manifest:
+    """Where everything lies, from what every rank has; fingerprints are 0."""
     shapes: Shapes = {}
     for rank, theirs in enumerate(everyones):
         for name, shape in theirs.items():
