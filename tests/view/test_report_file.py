@@ -50,14 +50,6 @@ def test_a_report_has_every_rollout_with_its_tokens(run: Path):
             assert len(gaps) == (0 if branch["trainer_logprobs"] is None else sum(branch["trained"]))
 
 
-def test_advantages_of_tokens_are_shown_where_they_differ():
-    plain = {"token_ids": [1, 2, 3], "trained": [0, 1, 1]}
-    (own,), _ = graph([convert(plain | {"advantages": [None, 0.5, -0.25]}, BranchRecord)])
-    assert own["advantages"] == [None, 1, 0.5, 1, -0.25, 1]
-    (whole,), _ = graph([convert(plain, BranchRecord)])
-    assert whole["advantages"] is None
-
-
 def test_hostile_text_is_nowhere_but_in_packed_data(tmp_path: Path):
     run = make_run(tmp_path / "<script>alert(1)</script>".replace("/", "_"), steps=2, answer=HOSTILE, recipe="</title>")
     text = write_report([run], tmp_path / "report.html").read_text(encoding="utf-8")
