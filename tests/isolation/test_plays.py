@@ -24,7 +24,7 @@ PROGRAMS = TASKS / "programs.py"
 ENDPOINT = Endpoint(base_url="http://127.0.0.1:9/v1", api_key="key of a rollout", model="policy")
 
 
-def setup(cls="Programs", *, held_out=0, start_seconds=60.0, **kwargs) -> EnvironmentSetup:
+def setup(cls="Programs", *, held_out=0, start_seconds=60.0, memory_mib=4096, **kwargs) -> EnvironmentSetup:
     return EnvironmentSetup(
         name=f"{PROGRAMS}:{cls}",
         kwargs=kwargs,
@@ -32,6 +32,7 @@ def setup(cls="Programs", *, held_out=0, start_seconds=60.0, **kwargs) -> Enviro
         imports=(str(PROGRAMS),),
         start_seconds=start_seconds,
         held_out=held_out,
+        memory_mib=memory_mib,
     )
 
 
@@ -62,6 +63,15 @@ async def programs(cls="Programs", **kwargs):
 async def play(process, index=0, purpose=Purpose.TRAIN):
     state = await process.run_program(purpose, index, ENDPOINT)
     return None if state is None else pickle.loads(state)
+
+
+@pytest.mark.parametrize("how", ["a command prints without end", "endless.py"])
+async def test_endless_output_ends_at_the_bound_of_memory(how, tmp_path):
+    (tmp_path / "endless.py").write_text("while True:\n    print('more' * 1000)\n")
+    how = str(tmp_path / how) if how.endswith(".py") else how
+    async with programs(behaviour={"0": how}, memory_mib=100) as process:
+        with pytest.raises(TaskError, match=r"needed more memory than environment.memory_mib \(100\)"):
+            await play(process)
 
 
 async def test_plays_run_in_processes_of_their_own_that_share_what_was_imported():

@@ -54,6 +54,8 @@ def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint
                     thread.join()
         except SystemExit as end:
             problem = "" if end.code in (None, 0) else f"exited with {end.code}"
+        except MemoryError:  # what it printed may be lost with it
+            raise
         except Exception as error:  # whatever the script does not catch
             problem = f"raised {describe(error)}"
         output = printed.getvalue().decode(errors="replace")

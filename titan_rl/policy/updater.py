@@ -165,15 +165,12 @@ class PolicyUpdater:
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None
     ) -> dict[str, float]:
-        """Train a batch, and count one step; every rank computes its own part.
+        """Train a batch, and count one step; every rank computes its own part. Returns the metrics `train/…`.
 
         Args:
             batch: all samples of the step, or this rank's (`PackingPlan.share`).
             plan: of this batch.
             recorder: collects scores of those of this rank's samples that it names.
-
-        Returns:
-            the metrics `train/…`.
 
         Raises:
             SamplesLost: samples are missing or damaged (on all ranks; the weights are untouched).

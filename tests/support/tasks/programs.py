@@ -9,6 +9,7 @@ import threading
 import time
 
 from titan_rl.environments.base import Environment, Example, Message, Rubric
+from titan_rl.environments.programs import run_command, run_script
 
 IMPORTED_BY = os.getpid()
 
@@ -65,6 +66,10 @@ def misbehave(how, example, endpoint):
             return threading.Lock()
         case "large":
             return b"x" * (8 << 20)
+        case "a command prints without end":
+            return run_command(["yes"], endpoint=endpoint)
+        case script if script.endswith(".py"):
+            return run_script(script, endpoint=endpoint)
         case "rest":
             os.write(1, b"resting\n")  # at once: others write too
             signal.pause()
