@@ -74,6 +74,15 @@ def test_threads_of_a_script_are_waited_for(script):
     assert run_script(path, endpoint=ENDPOINT) == "first\nlate\n"
 
 
+def test_idle_threads_of_a_pool_are_not_waited_for(script):
+    path = script(
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "pool = ThreadPoolExecutor(2)\n"
+        "pool.submit(print, 'done').result()\n"
+    )
+    assert run_script(path, endpoint=ENDPOINT) == "done\n"
+
+
 def test_a_command_finds_the_policy_and_its_output_is_returned(tmp_path):
     shell = 'read line; echo "$line $OPENAI_BASE_URL $OPENAI_API_KEY $OPENAI_MODEL $EXTRA $(pwd)"'
     said = run_command(["sh", "-c", shell], endpoint=ENDPOINT, stdin="hello\n", env={"EXTRA": "more"}, cwd=tmp_path)

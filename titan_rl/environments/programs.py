@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import thread as thread_pools
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,9 @@ def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint
 
     What the environment imported is imported already: import there what the script needs, and no rollout waits for it.
     To be called in `play` only, whose process ends with the rollout: whatever the script changes in it stays changed.
-    Threads that are no daemons are waited for; functions registered with `atexit` are not called. `stdin`: what the
-    script can read on its standard input. Returns what it printed on standard output, without what its subprocesses
-    print. Raises TaskError: it raised, or exited with another status than 0.
+    Threads are waited for, but for daemons and those of pools, where idle ones stay; functions registered with `atexit`
+    are not called. `stdin`: what the script can read on its standard input. Returns what it printed on standard output,
+    without what its subprocesses print. Raises TaskError: it raised, or exited with another status than 0.
     """
     program, problem = os.fspath(path), ""
     os.environ.update(_variables(endpoint))
@@ -50,7 +51,7 @@ def run_script(path: str | os.PathLike[str], *arguments: str, endpoint: Endpoint
         try:
             runpy.run_path(program, run_name="__main__")
             for thread in set(threading.enumerate()) - before:
-                if not thread.daemon:
+                if not thread.daemon and thread not in thread_pools._threads_queues:
                     thread.join()
         except SystemExit as end:
             problem = "" if end.code in (None, 0) else f"exited with {end.code}"
