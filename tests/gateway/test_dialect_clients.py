@@ -1,4 +1,7 @@
-"""Each dialect's own client, against the app over a policy that says what the test wants. About 10 s."""
+"""Each dialect's own client, against the app over a policy that says what the test wants. About 10 s.
+
+Gemini's is played with HTTP: its package is not among those that are locked.
+"""
 
 from __future__ import annotations
 
@@ -117,6 +120,7 @@ REASONS = {
     "chat": ("tool_calls", "stop", "length"),
     "responses": ("completed", "completed", "incomplete"),
     "anthropic": ("tool_use", "end_turn", "max_tokens"),
+    "gemini": ("STOP", "STOP", "MAX_TOKENS"),
 }
 
 
@@ -191,7 +195,7 @@ async def test_a_stream_that_fails_ends_with_its_error(chat: Renderer, dialect: 
 
 
 async def test_thinking_is_shown_to_those_who_ask(chat: Renderer) -> None:
-    asked = {"anthropic": {"thinking": {"type": "disabled"}}}
+    asked = {"anthropic": {"thinking": {"type": "disabled"}}, "gemini": {"generationConfig": {"thinkingConfig": {}}}}
     for name, options in asked.items():
         dialect = DIALECTS[name]
         async with http_client(app_over(ScriptedFleet(chat, SAYS), policy_of(chat, LENGTH))) as http:
@@ -250,11 +254,15 @@ async def test_the_oldest_responses_make_room(chat: Renderer, monkeypatch: pytes
 
 async def test_tokens_are_counted_as_they_will_be_read(chat: Renderer) -> None:
     app = app_over(ScriptedFleet(chat, SAYS, SAYS), policy_of(chat, LENGTH))
-    body = DIALECTS["anthropic"].body(user(DIALECTS["anthropic"], "hi"))
-    counted = {key: value for key, value in body.items() if key != "max_tokens"}
-    async with http_client(app) as http:
-        answer = await http.post("/v1/messages/count_tokens", json=counted)
-    assert answer.json() == {"input_tokens": len(chat.render([Message("user", "hi")]))}
+    for name, path, found in (
+        ("anthropic", "/v1/messages/count_tokens", "input_tokens"),
+        ("gemini", f"/v1beta/models/{MODEL}:countTokens", "totalTokens"),
+        ("gemini", f"/v1/models/{MODEL}:countTokens", "totalTokens"),
+    ):
+        body = DIALECTS[name].body(user(DIALECTS[name], "hi"))
+        counted = {key: value for key, value in body.items() if key not in ("max_tokens", "generationConfig")}
+        async with http_client(app) as http:
+            assert (await http.post(path, json=counted)).json()[found] == len(chat.render([Message("user", "hi")]))
 
 
 @pytest.mark.parametrize("stop", ["is 3", "!"])  # several tokens, and one
@@ -273,7 +281,9 @@ async def test_the_stop_text_that_ended_an_answer_is_named(chat: Renderer, stop:
 
 ERRORS = {
     "anthropic": {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
-    | {403: "permission_error", 503: "overloaded_error"}
+    | {403: "permission_error", 503: "overloaded_error"},
+    "gemini": {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND"}
+    | {403: "PERMISSION_DENIED", 503: "UNAVAILABLE"},
 }
 
 
@@ -286,26 +296,42 @@ async def test_errors_have_the_form_of_their_dialect(chat: Renderer, name: str) 
     asked: list[tuple[int, dict]] = [(503, {}), (200, {}), (403, {}), (401, {"key": "no"}), (404, wrong_model)]
     async with http_client(gateway.app) as http:
         for status, change in [*asked, (400, {"body": {**right, "bogus": 1}})]:
-            headers = {"x-api-key": change.get("key", key)}
+            headers = {"x-api-key" if name == "anthropic" else "x-goog-api-key": change.get("key", key)}
             path, body = change.get("path", dialect.path), change.get("body", right)
             answer = await http.post(path, json=body, headers=headers)
             assert answer.status_code == status, answer.text
             if status == 200:
                 continue
             told = answer.json()
-            assert told["error"]["type"] == ERRORS[name][status]
-            assert told["type"] == "error"
+            assert (told["error"]["type"] if name == "anthropic" else told["error"]["status"]) == ERRORS[name][status]
+            assert told.get("type") == ("error" if name == "anthropic" else None)
             assert told["error"]["message"] and answer.headers["x-should-retry"] == "false"
 
 
-@pytest.mark.parametrize("where", ["authorization", "x-api-key"])
+@pytest.mark.parametrize("where", ["authorization", "x-api-key", "x-goog-api-key", "key"])
 async def test_the_key_may_stand_where_each_dialect_has_it(chat: Renderer, where: str) -> None:
     policy = policy_of(chat, LENGTH)
     app = app_over(ScriptedFleet(chat), policy, ApiKeys(policy, "secret"))
     async with http_client(app) as http:
         for key, status in (("secret", 200), ("wrong", 401)):
             value = f"Bearer {key}" if where == "authorization" else key
-            assert (await http.get("/v1/models", headers={where: value})).status_code == status
+            given: dict[str, Any] = {"params": {where: value}} if where == "key" else {"headers": {where: value}}
+            assert (await http.get("/v1beta/models", **given)).status_code == status
+
+
+async def test_gemini_lists_its_model_and_streams_only_as_events(chat: Renderer) -> None:
+    gemini = DIALECTS["gemini"]
+    async with http_client(app_over(ScriptedFleet(chat, SAYS, SAYS), policy_of(chat, LENGTH))) as http:
+        (model,) = (await http.get("/v1beta/models")).json()["models"]
+        assert (model["name"], model["inputTokenLimit"]) == (f"models/{MODEL}", LENGTH)
+        body = gemini.body(user(gemini, "hi"), generationConfig={"candidateCount": 2})
+        answer = (await http.post(gemini.path, json=body)).json()
+        assert [each["index"] for each in answer["candidates"]] == [0, 1]
+        path = gemini.path.replace(":generate", ":streamGenerate")
+        refused = await http.post(path, json=body)
+        metrics = (await http.get("/metrics")).text
+    assert refused.status_code == 400 and "alt" in refused.json()["error"]["message"]
+    assert f'calls_total{{path="{gemini.path}",status="200"}} 1.0' in metrics
 
 
 async def test_a_text_may_be_echoed(renderer) -> None:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from titan_rl.errors import ActorFailed, TitanError
-from titan_rl.gateway import anthropic, openai_routes, responses
+from titan_rl.gateway import anthropic, gemini, openai_routes, responses
 from titan_rl.gateway.answers import JsonResponse
 from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancel_when
 from titan_rl.gateway.calls import ApiError, Fleet, ServedPolicy, api_error
@@ -63,7 +63,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     app = FastAPI(title="titan_rl gateway", docs_url=None, redoc_url=None)
     metrics = GatewayMetrics()
     sampler = Sampler(fleet, policy, metrics, max_choices=config.max_choices)
-    for dialect in (openai_routes, responses, anthropic):
+    for dialect in (openai_routes, responses, anthropic, gemini):
         app.include_router(dialect.routes(sampler))
 
     @app.get("/health")
@@ -104,7 +104,11 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         CallMiddleware,
         keys=keys,
         metrics=metrics,
-        paths=frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path),
+        paths=frozenset(
+            path
+            for route in app.routes
+            if "{" not in (path := getattr(route, "path", "").replace("{model:path}", policy.name))
+        ),
         max_body_bytes=config.max_body_bytes,
     )
     return app
@@ -113,14 +117,17 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
 def refusal(error: Exception, path: str) -> Response:
     """Every answer that is no success, in the form of the path's dialect."""
     shown = api_error(error)
-    dialect = anthropic if path.startswith("/v1/messages") else openai_routes
-    return JsonResponse(dialect.error_object(shown), status_code=shown.status, headers=shown.headers)
+    dialects = {"/v1/messages": anthropic.error_object, "/v1beta/": gemini.error_object}
+    written = next((write for prefix, write in dialects.items() if path.startswith(prefix)), openai_routes.error_object)
+    return JsonResponse(written(shown), status_code=shown.status, headers=shown.headers)
 
 
 def authorization(scope: Scope) -> str:
-    """The header of that name, or what says the same in Anthropic's dialect."""
+    """The header of that name, or what says the same in another dialect."""
     headers = Headers(scope=scope)
-    return headers.get("authorization") or (f"Bearer {key}" if (key := headers.get("x-api-key")) else "")
+    asked = QueryParams(scope["query_string"])
+    key = headers.get("x-api-key") or headers.get("x-goog-api-key") or asked.get("key")
+    return headers.get("authorization") or (f"Bearer {key}" if key else "")
 
 
 class GatewayServer:
