@@ -20,6 +20,8 @@ from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
 """Symbols for tool calls and their answers."""
+HALF = "\ufffd"
+"""What bytes that are no character (yet) decode to."""
 UNKNOWN = "<unknown>"
 """Symbol that stands for a reply that the tokenizer cannot write."""
 
@@ -81,6 +83,9 @@ class Renderer(Protocol):
 
     def decode(self, token_ids: Tokens) -> str:
         """The text of tokens, special ones included."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, also where that is a part of a character."""
 
 
 class SymbolRenderer:
@@ -175,6 +180,9 @@ class SymbolRenderer:
     def decode(self, token_ids: Tokens) -> str:
         # padded embeddings have ids outside the vocabulary
         return "".join([self._tokens.get(token_id, UNKNOWN) for token_id in token_ids])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode([token_id]).encode()
 
     def encode(self, text: str) -> list[int]:
         ids = []

@@ -8,15 +8,22 @@
 """
 
 import asyncio
+import json
+import re
 import resource
+import uuid
 from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -27,6 +34,7 @@ from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.openai_routes import JsonResponse, error_object, routes
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
+from titan_rl.one_line import one_line
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048
@@ -53,6 +61,10 @@ OPEN_PATHS = ("/health",)
 """What anybody may ask: load balancers have no key."""
 CLIENT_GONE = 499
 """Status under which a call is counted whose client hung up before it was answered; nobody reads it."""
+HARMLESS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""A client's own `x-request-id` that is given back to it; any other is replaced."""
+ERRORS = (400, 401, 403, 404, 405, 408, 413, 500, 503, 504)
+"""What any path may answer beside its 200."""
 MOST_DISCARDED = 64 << 20
 """Bytes of a body past its limit that are read and thrown away: a client reads no answer before it has sent its body.
 After that it is cut off."""
@@ -86,17 +98,23 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         ]
         raise ApiError(503, f"no generator serves: {'; '.join(reasons)}", code="engine_unavailable")
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus(request: Request) -> Response:
         """Counters and gauges for Prometheus."""
         members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
         return Response(metrics.exposition(members), media_type=PROMETHEUS_TEXT)
 
     async def refused(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            asked, headers = one_line(f"{request.method} {request.url.path}", 200), error.headers or {}
+            problem = f"it takes {headers['Allow']}" if "Allow" in headers else "there is no such path"
+            told = f"{asked}: {problem}; /openapi.json says what there is"
+            error = ApiError(error.status_code, told, headers=headers)
         return refusal(error)
 
-    for kind in (ApiError, TitanError, RequestValidationError, HTTPException, RecursionError, Exception):
-        app.add_exception_handler(kind, refused)  # the server logs the traceback of what is a bug
+    for kind in (ApiError, TitanError, RequestValidationError, HTTPException, RecursionError):
+        app.add_exception_handler(kind, refused)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     app.add_middleware(
         CallMiddleware,
         keys=keys,
@@ -104,7 +122,39 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         paths=frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path),
         max_body_bytes=config.max_body_bytes,
     )
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
     return app
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's, but with the errors that come. It would promise a 422, and write integers as floats, which rounds."""
+    if app.openapi_schema is None:
+        written = json.dumps(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        schema = json.loads(written, parse_float=_exact)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(name, None)
+        error = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
+        content = {"application/json": {"schema": error}}
+        for operation in (each for methods in schema["paths"].values() for each in methods.values()):
+            operation["responses"].pop("422", None)
+            for code in ERRORS:
+                operation["responses"][str(code)] = {"description": HTTPStatus(code).phrase, "content": content}
+            if "requestBody" in operation:
+                operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _exact(written: str) -> float:
+    number = float(written)
+    return number if abs(number) < 1e15 else min(int(number), 2**63 - 1)
 
 
 def refusal(error: Exception) -> Response:
@@ -232,11 +282,14 @@ class CallMiddleware:
             await self.app(scope, receive, send)
             return
         status = CLIENT_GONE
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if HARMLESS_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         path = scope["path"] if scope["path"] in self.paths else "other"
@@ -246,8 +299,10 @@ class CallMiddleware:
                 await self._answer(scope, receive, watched)
             except ClientGone:
                 pass
-            except Exception:
-                status = 500  # what is around this middleware answers so
+            except Exception as error:  # a bug: the server logs its traceback
+                if status == CLIENT_GONE:
+                    await refusal(error)(scope, receive, watched)
+                status = 500
                 raise
             finally:
                 self.metrics.calls.labels(path, str(status)).inc()
@@ -263,6 +318,7 @@ class CallMiddleware:
                 except TimeoutError:
                     problem = f"the request body did not arrive within {BODY_SECONDS} s"
                     raise ApiError(408, problem, headers={"Connection": "close"}) from None
+                _check_form(Headers(scope=scope), scope["method"])
 
                 async def whole_body() -> Message:
                     return {"type": "http.request", "body": body, "more_body": False}
@@ -303,6 +359,21 @@ class CallMiddleware:
             problem = f"the request body is longer than {most} bytes"
             raise ApiError(413, problem, headers={"Connection": "close"})
         return b"".join(parts)
+
+
+def _check_form(headers: Headers, method: str) -> None:
+    """Raises ApiError: the body is no plain JSON."""
+    coding, kind = (
+        headers.get("content-encoding", "identity"),
+        headers.get("content-type", "").partition(";")[0].strip(),
+    )
+    problem = ""
+    if coding.lower() != "identity":
+        problem = f"the body comes as content-encoding {coding!r}: send it as it is"
+    elif method == "POST" and not re.fullmatch(r"application/([^/]*\+)?json", kind.lower()):
+        problem = f"the body comes as content-type {kind!r}: send JSON, as application/json"
+    if problem:
+        raise ApiError(400, one_line(problem, 200), code="invalid_request")
 
 
 async def _hung_up(receive: Receive) -> ClientGone:

@@ -28,7 +28,7 @@ LARGEST_INTEGER = 2**63 - 1
 MOST_STOPS = 16
 MOST_TOOLS = 128
 MOST_MESSAGES = 4096
-"""Also parts of one message."""
+"""Also parts and calls of all of them."""
 DEFAULT_COMPLETION_TOKENS = 16
 """Of text completions, as OpenAI has it."""
 DRAWING = ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -100,9 +100,19 @@ class Sampling(Strict):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
 
     def _call(
-        self, call_id: str, prompts: list[Chat | str | list[int]], max_new_tokens: int | None, *, logprobs: bool
+        self,
+        call_id: str,
+        prompts: list[Chat | str | list[int]],
+        max_new_tokens: int | None,
+        top: int,
+        *,
+        logprobs: bool,
     ) -> CompletionCall:
         drawing = {name: value for name in DRAWING if (value := getattr(self, name)) is not None}
+        names = {name: name for name in (*DRAWING, "stop_token_ids")} | {"min_new_tokens": "min_tokens"}
+        names["max_new_tokens"] = (
+            "max_completion_tokens" if getattr(self, "max_completion_tokens", None) else "max_tokens"
+        )
         if self.top_k == 0:
             drawing["top_k"] = -1
         if self.min_tokens is not None:
@@ -117,6 +127,8 @@ class Sampling(Strict):
             ignore_eos=bool(self.ignore_eos),
             seed=self.seed,
             logprobs=logprobs,
+            top_logprobs=top,
+            names={**names, "prompt": "messages" if hasattr(self, "messages") else "prompt"},
             role=sendable(self.user or ""),
             drawing=drawing,
         )
@@ -254,8 +266,8 @@ class ChatCompletionRequest(Sampling):
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     """Default: all that the model's length leaves."""
     logprobs: bool | None = None
-    top_logprobs: Literal[0] | None = None
-    """Engines report the logprob of the token that was sampled, of no other."""
+    top_logprobs: Annotated[int, Field(ge=0, le=types.MOST_TOP)] | None = None
+    """At each place, of the likeliest tokens too. In the distribution that is drawn from, as all logprobs."""
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionReference | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -264,12 +276,26 @@ class ChatCompletionRequest(Sampling):
     """Of the content. Beside tools the answer is either that, or calls."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
+    @field_validator("messages", mode="before")
+    @classmethod
+    def has_few_parts(cls, messages: Any) -> Any:
+        given = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+        lists = [
+            value for each in given for name in ("content", "tool_calls") if isinstance(value := each.get(name), list)
+        ]
+        if (parts := sum(map(len, lists))) > MOST_MESSAGES:
+            raise ValueError(f"all messages together have at most {MOST_MESSAGES} parts and calls, not {parts}")
+        return messages
+
     def call(self, call_id: str) -> CompletionCall:
         declared = [] if self.tool_choice == "none" else [tool.function for tool in self.tools or ()]
         tools = [ToolSpec(each.name, each.description or "", each.parameters or {}) for each in declared]
         chat = Chat([message.message() for message in self.messages], tools)
         most = self.max_completion_tokens or self.max_tokens
-        call = self._call(call_id, [chat], most, logprobs=bool(self.logprobs))
+        if self.top_logprobs and not self.logprobs:
+            problem = "top_logprobs: it needs logprobs, which must be true"
+            raise ApiError(400, problem, param="top_logprobs", code="invalid_request")
+        call = self._call(call_id, [chat], most, self.top_logprobs or 0, logprobs=bool(self.logprobs))
         return replace(call, answer=self._answer(tools))
 
     def _answer(self, tools: list[ToolSpec]) -> AnswerForm | None:
@@ -306,8 +332,8 @@ class CompletionRequest(Sampling):
     )
     """One text, several, the token ids of one prompt, or of several."""
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    logprobs: Literal[0] | None = None
-    """0: of the sampled tokens. Engines report no others."""
+    logprobs: Annotated[int, Field(ge=0, le=types.MOST_TOP)] | None = None
+    """0: of the sampled tokens. Above: also of so many likeliest ones at each place."""
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
@@ -317,4 +343,4 @@ class CompletionRequest(Sampling):
         ids = [each for each in given if isinstance(each, int)]
         prompts = [ids] if ids else [each for each in given if not isinstance(each, int)]
         most = self.max_tokens or DEFAULT_COMPLETION_TOKENS
-        return self._call(call_id, [*prompts], most, logprobs=self.logprobs is not None)
+        return self._call(call_id, [*prompts], most, self.logprobs or 0, logprobs=self.logprobs is not None)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
@@ -14,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -24,16 +24,17 @@ from starlette.types import Receive, Scope, Send
 from titan_rl.errors import TitanError
 from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy, api_error
+from titan_rl.gateway.json_route import JsonRoute
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
-from titan_rl.types import Message
+from titan_rl.types import ToolCall
 
 Json = dict[str, Any]
 DONE = b"data: [DONE]\n\n"
 
 
 def routes(sampler: Sampler) -> APIRouter:
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", route_class=JsonRoute)
     name = sampler.policy.name
     listed = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "titan_rl"}
     listed["max_model_len"] = sampler.policy.max_model_len  # as vLLM's server tells it
@@ -139,8 +140,7 @@ class TextAnswer(OpenAIAnswer):
 
     def __init__(self, body: CompletionRequest, policy: ServedPolicy) -> None:
         super().__init__(body, policy)
-        self._offsets: dict[int, int] = {}
-        """Of each choice: length of the text of the tokens that were written, each by itself."""
+        self._written: dict[int, TokenPlaces] = {}
 
     def choice(self, delta: Delta) -> Json:
         content: Json = {"text": delta.text}
@@ -149,13 +149,13 @@ class TextAnswer(OpenAIAnswer):
         return self._choice_json(delta, content, None if self.body.logprobs is None else self._logprobs(delta))
 
     def _logprobs(self, delta: Delta) -> Json:
-        *offsets, end = accumulate(map(len, delta.token_texts), initial=self._offsets.get(delta.index, 0))
-        self._offsets[delta.index] = end
+        sampled = [*zip(map(token_text, delta.token_bytes), delta.logprobs, strict=True)]
+        tops = [{token_text(token): logprob for token, logprob in top} for top in delta.top_logprobs]
         return {
-            "tokens": delta.token_texts,
+            "tokens": [text for text, _ in sampled],
             "token_logprobs": delta.logprobs,
-            "top_logprobs": None,
-            "text_offset": offsets,
+            "top_logprobs": [top | dict([one]) for top, one in zip(tops, sampled, strict=True)] if tops else None,
+            "text_offset": [*map(self._written.setdefault(delta.index, TokenPlaces()).add, delta.token_bytes)],
         }
 
 
@@ -172,48 +172,74 @@ class ChatAnswer(OpenAIAnswer):
         self._prompt = delta.prompt
         message = delta.choice.message
         content: Json = {"role": "assistant", "content": message.content, "refusal": None}
-        content |= self._more(delta.index, message)
-        if message.tool_calls and not message.content:
-            content["content"] = None
+        if message.reasoning:
+            content["reasoning_content"] = message.reasoning
+        if message.tool_calls:
+            content["tool_calls"] = self._calls(delta.index, message.tool_calls)
+            content["content"] = message.content or None
         return self._choice_json(delta, {"message": content}, self._logprobs(delta))
 
     def chunks(self, delta: Delta) -> list[Json]:
         content: Json = {"role": "assistant", "content": ""} if delta.first else {}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
         if delta.text:
             content["content"] = delta.text
+        if delta.calls:
+            calls = self._calls(delta.index, delta.calls, delta.first_call)
+            content["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls, delta.first_call)]
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        content |= self._more(delta.index, delta.choice.message)
-        for number, call in enumerate(content.get("tool_calls", ())):
-            call["index"] = number
-        last = self._chunk(replace(delta, tokens=[], token_texts=[], logprobs=[]), {})
+        last = self._chunk(replace(delta, tokens=[], token_bytes=[], logprobs=[], top_logprobs=[]), {})
         return [self._chunk(replace(delta, choice=None), content), last] if content or delta.tokens else [last]
 
     def _chunk(self, delta: Delta, content: Json) -> Json:
         return self.chunk([self._choice_json(delta, {"delta": content}, self._logprobs(delta))])
 
-    def _more(self, index: int, message: Message) -> Json:
-        """Tool calls and reasoning, where there are any."""
-        calls = [
+    def _calls(self, index: int, calls: Sequence[ToolCall], first: int = 0) -> list[Json]:
+        return [
             {
                 "id": call.id or f"call-{self.call.id}-{index}-{number}",
                 "type": "function",
                 "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
             }
-            for number, call in enumerate(message.tool_calls)
+            for number, call in enumerate(calls, first)
         ]
-        reasoning = {"reasoning_content": message.reasoning} if message.reasoning else {}
-        return {**({"tool_calls": calls} if calls else {}), **reasoning}
 
     def _logprobs(self, delta: Delta) -> Json | None:
         if not self.body.logprobs:
             return None
+        tops = delta.top_logprobs or [[] for _ in delta.tokens]
+        sampled = zip(delta.token_bytes, delta.logprobs, tops, strict=True)
         return {
             "content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
+                {**_token_logprob(token, logprob), "top_logprobs": [_token_logprob(*each) for each in top]}
+                for token, logprob, top in sampled
             ]
         }
+
+
+def _token_logprob(token: bytes, logprob: float) -> Json:
+    return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}
+
+
+def token_text(token: bytes) -> str:
+    """Bytes that are no character by themselves are written as `\\xf0`, as OpenAI does."""
+    return token.decode(errors="backslashreplace")
+
+
+class TokenPlaces:
+    """Where in its text each token of a completion begins; one that goes on with a character, where that begins."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def add(self, token: bytes) -> int:
+        pending, _ = self._decoder.getstate()
+        place = self._length + bool(pending and token and not 0x80 <= token[0] < 0xC0)  # it will never be a character
+        self._length += len(self._decoder.decode(token))
+        return place
 
 
 class JsonResponse(JSONResponse):

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.gateway.callers import Caller
-from titan_rl.gateway.calls import ApiError, CompletionCall, Delta, Fleet, ServedPolicy
+from titan_rl.gateway.calls import ApiError, CompletionCall, Delta, Fleet, ServedPolicy, api_error
 from titan_rl.gateway.choices import ChoiceReader
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
@@ -72,9 +72,9 @@ class Sampler:
         if count > self._max_choices:
             problem = f"{len(call.prompts)} prompts × n = {call.choices} are more than {self._max_choices} completions"
             raise ApiError(400, problem, param="n")
-        call.check_length(self.policy)
         requests: list[GenerationRequest] = []
         try:
+            call.check_length(self.policy)
             renderer = self.policy.renderer
             prompts, stops, constraint = await in_turn(
                 self._thread,
@@ -92,6 +92,8 @@ class Sampler:
                 yield readers, sampled
         except Exception as error:
             caller.on_failure(error)
+            if (shown := api_error(error)).status == 400:
+                raise call.refused(shown) from error
             raise
         finally:
             caller.on_end(requests)
