@@ -280,7 +280,7 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     conventions = [
         make_request("hot", new=24, seed=1, temperature=2.0),
         make_request("cold", new=24, seed=2, temperature=0.3),
-        make_request("top3", new=24, seed=3, top_k=3),
+        make_request("top3", new=24, seed=3, top_k=3, top_logprobs=5),
         make_request("greedy", new=24, temperature=0.0, top_logprobs=5),
         make_request("repeated", new=24, seed=4, repetition_penalty=1.7, top_logprobs=5),
         make_request("counted", new=24, seed=5, temperature=0.7, presence_penalty=-1.5, frequency_penalty=0.9),
