@@ -294,7 +294,7 @@ class VllmEngine(Engine):
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            logprobs=min(sampling.top_logprobs, self._vocab_size) if self._device == "cuda" else 0,
+            logprobs=min(sampling.top_logprobs, self._vocab_size) if isinstance(self._stepper, OverlappedSteps) else 0,
             ignore_eos=True,
             detokenize=False,
         )
