@@ -35,6 +35,7 @@ def written(name: str, **arguments: str) -> str:
 CALLS = f"<think>\nI add.\n</think>\n\nLet me see.\n{written('add', terms='1+2')}\n{written('add', terms='3+4')}{END}"
 SAYS = f"<think>\nEasy.\n</think>\n\nIt is 3 and 7.{END}"
 ONLY_CALLS = f"{written('add', terms='5')}{END}"
+BEHIND = f"Look: {written('add', terms='5')}\nThere it is.{END}"
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ async def test_a_conversation_with_tools_goes_on_in_the_sampled_tokens(
     assert [message.content for message in record.messages if message.role == "tool"] == ["3", "7", "5"]
 
 
-@pytest.mark.parametrize("text", [CALLS, SAYS, ONLY_CALLS, END, "It goes", "<think>\nIt goes"])
+@pytest.mark.parametrize("text", [CALLS, SAYS, ONLY_CALLS, BEHIND, END, "It goes", "<think>\nIt goes"])
 async def test_the_events_of_a_stream_are_the_whole_answer(chat: Renderer, dialect: Dialect, text: str) -> None:
     gateway = Gateway(chat, text, text)
     clients = await gateway.open()
@@ -114,6 +115,25 @@ async def test_the_events_of_a_stream_are_the_whole_answer(chat: Renderer, diale
     assert streamed.content == whole.content
     usage = [json.loads(each.whole.model_dump_json()) for each in (whole, streamed) if hasattr(each.whole, "usage")]
     assert all(each["usage"] == usage[0]["usage"] for each in usage)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_behind_a_call_belongs_to_its_turn(chat: Renderer, dialect: Dialect, stream: bool) -> None:
+    gateway = Gateway(chat, BEHIND, SAYS)
+    clients, said = await gateway.open(), user(dialect, "5?")
+    answer = await dialect.ask(clients, dialect.body(said, tools=[ADD]), stream=stream)
+    assert "Look:" in answer.text and "There it is." in answer.text and len(answer.calls) == 1
+    said += [*answer.said, *results(dialect, answer, "5")]
+    await dialect.ask(clients, dialect.body(said, tools=[ADD]), stream=stream)
+    assert rendered_anew(await gateway.keys.close("s")) == 0
+
+
+async def test_calls_that_the_policy_did_not_name_have_ids_of_their_own(chat: Renderer, dialect: Dialect) -> None:
+    clients = await Gateway(chat, CALLS, CALLS).open()
+    body = dialect.body(user(dialect, "hi"), tools=[ADD])
+    answers = [await dialect.ask(clients, body, stream=stream) for stream in (False, True)]
+    ids = {call_id for answer in answers for call_id, _, _ in answer.calls}
+    assert len(ids) == 4 and all(ids)
 
 
 REASONS = {
@@ -287,17 +307,17 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-async def test_errors_have_the_form_of_their_dialect(chat: Renderer, name: str) -> None:
+@pytest.mark.parametrize(("name", "version"), [("anthropic", "v1"), ("gemini", "v1"), ("gemini", "v1beta")])
+async def test_errors_have_the_form_of_their_dialect(chat: Renderer, name: str, version: str) -> None:
     dialect, gateway = DIALECTS[name], Gateway(chat, GeneratorFailed("generator0 died"), SAYS)
     key = (await gateway.open(max_turns=2)).key
-    right = dialect.body(user(dialect, "hi"))
-    wrong_model = {"path": dialect.path.replace(MODEL, "gpt"), "body": {**right, "model": "gpt"}}
+    right, right_path = dialect.body(user(dialect, "hi")), dialect.path.replace("v1beta", version)
+    wrong_model = {"path": right_path.replace(MODEL, "gpt"), "body": {**right, "model": "gpt"}}
     asked: list[tuple[int, dict]] = [(503, {}), (200, {}), (403, {}), (401, {"key": "no"}), (404, wrong_model)]
     async with http_client(gateway.app) as http:
         for status, change in [*asked, (400, {"body": {**right, "bogus": 1}})]:
             headers = {"x-api-key" if name == "anthropic" else "x-goog-api-key": change.get("key", key)}
-            path, body = change.get("path", dialect.path), change.get("body", right)
+            path, body = change.get("path", right_path), change.get("body", right)
             answer = await http.post(path, json=body, headers=headers)
             assert answer.status_code == status, answer.text
             if status == 200:
@@ -306,6 +326,24 @@ async def test_errors_have_the_form_of_their_dialect(chat: Renderer, name: str) 
             assert (told["error"]["type"] if name == "anthropic" else told["error"]["status"]) == ERRORS[name][status]
             assert told.get("type") == ("error" if name == "anthropic" else None)
             assert told["error"]["message"] and answer.headers["x-should-retry"] == "false"
+
+
+LIMITS: dict[str, tuple[dict, str]] = {
+    "responses": ({"max_output_tokens": LENGTH}, "max_output_tokens"),
+    "anthropic": ({"max_tokens": LENGTH}, "max_tokens"),
+    "gemini": ({"generationConfig": {"max_output_tokens": LENGTH}}, "generationConfig.maxOutputTokens"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+async def test_what_does_not_fit_has_its_name_in_the_dialect(chat: Renderer, name: str) -> None:
+    dialect, (change, field) = DIALECTS[name], LIMITS[name]
+    async with http_client(app_over(ScriptedFleet(chat), policy_of(chat, LENGTH))) as http:
+        body = {**dialect.body(user(dialect, "hi")), **change}
+        error = (await http.post(dialect.path, json=body)).json()["error"]
+        assert f"{LENGTH} of {field} do not fit" in error["message"] and error.get("param", field) == field
+        body = dialect.body(user(dialect, "x" * 99 * LENGTH))
+        assert (await http.post(dialect.path, json=body)).json()["error"].get("param", "input") == "input"
 
 
 @pytest.mark.parametrize("where", ["authorization", "x-api-key", "x-goog-api-key", "key"])

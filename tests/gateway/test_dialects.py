@@ -87,9 +87,12 @@ def delta_of(turn: Message) -> Delta:
         prompt=[1],
         reasoning=turn.reasoning,
         text=turn.content,
+        calls=turn.tool_calls,
+        first_call=0,
         tokens=empty,
-        token_texts=empty,
+        token_bytes=empty,
         logprobs=empty,
+        top_logprobs=empty,
         choice=choice,
     )
 
@@ -118,17 +121,6 @@ def test_an_answer_that_comes_back_is_the_turn_that_it_was(chat: Renderer, turn:
 
 
 @EVERY
-def test_calls_that_the_policy_did_not_name_have_ids_of_their_own(chat: Renderer, dialect: Dialect) -> None:
-    turn = Message("assistant", "", (ToolCall("add", {}), ToolCall("add", {})))
-    ids = {
-        call_id
-        for _ in range(2)
-        for call_id, _, _ in dialect.answer(answer_in(dialect, chat).whole([delta_of(turn)])).calls
-    }
-    assert len(ids) == 4 and all(ids)
-
-
-@EVERY
 def test_each_piece_of_a_text_is_an_event_of_its_own(chat: Renderer, dialect: Dialect) -> None:
     answer, last = answer_in(dialect, chat), delta_of(Message("assistant", "one two three"))
     pieces = [replace(last, text="one", choice=None), replace(last, first=False, text=" two", choice=None)]
@@ -136,6 +128,15 @@ def test_each_piece_of_a_text_is_an_event_of_its_own(chat: Renderer, dialect: Di
     assert [sum(f'"{text}"' in event for event in events) for text in ("one", " two")] == [1, 1]
     ends = [json.dumps(event) for event in answer.events(replace(last, first=False, text=" three"))]
     assert sum('" three"' in event for event in ends) == 1
+
+
+@EVERY
+def test_a_call_is_an_event_before_the_answer_ends(chat: Renderer, dialect: Dialect) -> None:
+    call = ToolCall("add", {"terms": [7]}, id="call-1")
+    answer, last = answer_in(dialect, chat), delta_of(Message("assistant", "", (call,)))
+    more = replace(last, first=False, calls=[call._replace(id="call-2")], first_call=1)
+    begun, ended = [json.dumps(list(answer.events(each))) for each in (replace(last, choice=None), more)]
+    assert "call-1" in begun and "call-2" in ended
 
 
 # What must be answered.
@@ -314,6 +315,8 @@ def test_functions_that_answer_out_of_order_are_known_by_name_or_id() -> None:
 def test_turns_of_responses_are_told_apart_by_their_order() -> None:
     call = {"type": "function_call", "call_id": "1", "name": "add", "arguments": ""}
     items = [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}, call]
-    items += [{"type": "reasoning", "summary": [], "content": None}, {"role": "assistant", "content": "c"}]
+    items += [{"role": "assistant", "content": "!"}]
+    items += [{"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}]
+    items += [{"role": "assistant", "content": "c"}]
     read = chat_of(Responses(), Responses().body(items)).messages
-    assert [(each.content, len(each.tool_calls)) for each in read] == [("a", 0), ("b", 1), ("c", 0)]
+    assert [(each.content, len(each.tool_calls)) for each in read] == [("a", 0), ("b!", 1), ("c", 0)]

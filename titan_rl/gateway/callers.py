@@ -110,11 +110,11 @@ class ApiKeys:
         """Must be made within a loop. With an empty key none is asked for."""
         self.anybody = Caller(policy)
         """The caller of paths that need no key."""
-        self._authorization = f"Bearer {api_key}".encode() if api_key else b""
+        self._key = api_key.encode()
 
     def caller(self, authorization: str) -> Caller | None:
         """The caller of this header's key; None: the key is missing or wrong."""
-        right = not self._authorization or hmac.compare_digest(authorization.encode("latin-1"), self._authorization)
+        right = not self._key or hmac.compare_digest(_bearer_key(authorization).encode("latin-1"), self._key)
         return self.anybody if right else None
 
     def end_all(self) -> None:
@@ -157,8 +157,7 @@ class RolloutKeys(ApiKeys):
 
     def caller(self, authorization: str) -> Caller | None:
         # Looked up by digest, so that timing reveals nothing about existing keys.
-        key = authorization.removeprefix("Bearer ")
-        return None if key == authorization else self._by_key.get(_digest(key))
+        return self._by_key.get(_digest(_bearer_key(authorization)))
 
     def end_all(self) -> None:
         super().end_all()
@@ -238,6 +237,12 @@ class RolloutCaller(Caller):
 
     def on_end(self, requests: Sequence[GenerationRequest]) -> None:
         self._trajectory.dropped(each.request_id for each in requests)
+
+
+def _bearer_key(authorization: str) -> str:
+    """Empty where the header has none. The scheme's case does not matter (RFC 9110)."""
+    scheme, _, key = authorization.partition(" ")
+    return key if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

@@ -7,13 +7,14 @@
 """
 
 import json
+import re
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, AliasGenerator, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 from starlette.responses import Response
 
@@ -21,20 +22,35 @@ from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
-from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Hint, Many, Strict
+from titan_rl.gateway.bodies import MOST_TOOLS, Hint, Many, Strict, Turns
 from titan_rl.gateway.callers import CALLER
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
+from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message, ToolSpec
 
+PATHS = re.compile("/v1beta/|/v1/models/.*:(generateContent|streamGenerateContent|countTokens)$")
+"""Whose errors have this dialect's form."""
 STATUSES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
 STATUSES |= {503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
 ROLES = {"model": "assistant", "system": "system"}
 """Any other is the user's."""
 
 
+OURS = {"max_new_tokens": "max_output_tokens", "choices": "candidate_count", "stop": "stop_sequences"}
+"""Fields that have another name here."""
+
+
+def _camel(name: str) -> str:
+    return to_camel(OURS.get(name, name))
+
+
 class Camel(Strict):
-    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True)
+    model_config = ConfigDict(
+        alias_generator=AliasGenerator(
+            alias=_camel, validation_alias=lambda name: AliasChoices(_camel(name), OURS.get(name, name))
+        )
+    )
 
 
 class FunctionCall(Camel):
@@ -85,25 +101,22 @@ class Content(Camel):
 
 def messages_of(contents: Iterable[Content]) -> list[Message]:
     messages: list[Message] = []
-    unanswered: list[types.ToolCall] = []
     for role, group in groupby(contents, lambda content: ROLES.get(content.role or "", "user")):
         parts = [content.parts for content in group]
         for each in [[part for some in parts for part in some]] if role == "assistant" else parts:
-            for message in bodies.joined(part.message(role) for part in each) or [Message(role, "")]:
-                if message.role == "assistant":
-                    unanswered = list(message.tool_calls)
-                messages.append(_answer(message, unanswered) if message.role == "tool" else message)
+            messages += bodies.joined(part.message(role) for part in each) or [Message(role, "")]
+    unanswered: list[types.ToolCall] = []
+    for place, message in enumerate(messages):
+        if message.role == "assistant":
+            unanswered = list(message.tool_calls)
+        elif message.role == "tool":
+            call_id = message.tool_call_id
+            calls = [each for each in unanswered if each.name == message.name and call_id in ("", each.id)]
+            for call in calls[:1]:
+                unanswered.remove(call)
+                call_id = call.id
+            messages[place] = message._replace(name="", tool_call_id=call_id)
     return messages
-
-
-def _answer(message: Message, unanswered: list[types.ToolCall]) -> Message:
-    """Says which call it answers, which is then no longer unanswered."""
-    call_id = message.tool_call_id
-    call = next((each for each in unanswered if each.name == message.name and call_id in ("", each.id)), None)
-    if call is not None:
-        unanswered.remove(call)
-        call_id = call.id
-    return message._replace(name="", tool_call_id=call_id)
 
 
 def json_schema(schema: Any) -> Any:
@@ -151,9 +164,9 @@ class ToolConfig(Camel):
 
 
 class GenerationConfig(Camel):
-    max_output_tokens: bodies.Count | None = None
-    candidate_count: Annotated[int, Field(ge=1, le=1024)] = 1
-    stop_sequences: bodies.Stops = []
+    max_new_tokens: bodies.Count | None = None
+    choices: bodies.Choices = 1
+    stop: bodies.Stops = []
     seed: bodies.Seed | None = None
     temperature: bodies.Temperature | None = None
     top_p: bodies.TopP | None = None
@@ -174,7 +187,7 @@ class GenerateContentRequest(Camel):
     """The path names it."""
     safety_settings: Hint = None
     service_tier: Hint = None
-    contents: Annotated[list[Content], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    contents: Turns[Content]
     system_instruction: Content = Content()
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
     tool_config: ToolConfig = ToolConfig()
@@ -193,10 +206,7 @@ class GenerateContentRequest(Camel):
         schema, names = config.response_schema or config.response_json_schema, calling.allowed_function_names
         form = AnswerForm(schema or any_object, chat.tools, parallel=True, must_call=calling.mode == "ANY")
         answer = bodies.answer_form(form, "toolConfig", names or None, strict=calling.mode == "VALIDATED")
-        most, stops, choices = config.max_output_tokens, config.stop_sequences, config.candidate_count
-        return bodies.chat_call(
-            call_id, chat, answer, config, max_new_tokens=most, stop=stops, choices=choices, seed=config.seed
-        )
+        return bodies.call_of(call_id, [chat], config, "contents", place="generationConfig.", answer=answer)
 
 
 class CountContentRequest(Camel):
@@ -204,7 +214,7 @@ class CountContentRequest(Camel):
 
 
 def routes(sampler: Sampler) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     name, length = sampler.policy.name, sampler.policy.max_model_len
     listed = {"name": f"models/{name}", "displayName": name, "inputTokenLimit": length, "outputTokenLimit": length}
     listed["supportedGenerationMethods"] = ["generateContent", "countTokens"]
@@ -215,8 +225,8 @@ def routes(sampler: Sampler) -> APIRouter:
         """What the policy says next in a conversation."""
         return await respond(sampler, ContentAnswer(body, name), request, model, stream=False)
 
-    @router.post("/v1/models/{model:path}:streamGenerateContent")
-    @router.post("/v1beta/models/{model:path}:streamGenerateContent")
+    @router.post("/v1/models/{model:path}:streamGenerateContent", responses=STREAMS)
+    @router.post("/v1beta/models/{model:path}:streamGenerateContent", responses=STREAMS)
     async def stream_content(
         model: str, body: GenerateContentRequest, alt: Literal["sse"], request: Request
     ) -> Response:
@@ -260,15 +270,14 @@ class ContentAnswer(Answer):
     def events(self, delta: Delta) -> Iterator[Json]:
         if delta.choice is not None:
             yield self.whole([delta])
-        elif delta.text or (self._thinks and delta.reasoning):
+        elif delta.text or delta.calls or (self._thinks and delta.reasoning):
             yield {"candidates": [self._candidate(delta)], **self._head}
 
     def _candidate(self, delta: Delta) -> Json:
         parts: list[Json] = [{"text": delta.reasoning, "thought": True}] if self._thinks and delta.reasoning else []
         parts += [{"text": delta.text}] if delta.text else []
-        ended: Json = {}
-        if (choice := delta.choice) is not None:
-            ended["finishReason"] = "STOP" if choice.stopped else "MAX_TOKENS"
-            for call in self.calls(delta):
-                parts.append({"functionCall": {"id": call.id, "name": call.name, "args": call.arguments}})
-        return {"content": {"role": "model", "parts": parts or [{"text": ""}]}, **ended, "index": delta.index}
+        parts += [{"functionCall": {"id": each.id, "name": each.name, "args": each.arguments}} for each in delta.calls]
+        told = {"content": {"role": "model", "parts": parts or [{"text": ""}]}, "index": delta.index}
+        if delta.choice is not None:
+            told["finishReason"] = "STOP" if delta.choice.stopped else "MAX_TOKENS"
+        return told
