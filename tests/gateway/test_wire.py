@@ -212,7 +212,8 @@ async def test_the_api_is_described_as_it_is(chat):
     streams = {
         path.replace("{model}", MODEL)
         for path, methods in described["paths"].items()
-        if "text/event-stream" in methods.get("post", {"responses": {"200": ""}})["responses"]["200"]["content"]
+        for operation in methods.values()
+        if "text/event-stream" in operation["responses"]["200"]["content"]
     }
     gemini = {f"/{version}/models/{MODEL}:streamGenerateContent" for version in ("v1", "v1beta")}
     assert streams == {CHAT, TEXT, "/v1/responses", "/v1/messages", *gemini}

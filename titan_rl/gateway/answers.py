@@ -1,6 +1,7 @@
 """Answers over HTTP, in any dialect: a body, or a stream of events.
 
-- The events of an answer, put together, are the answer that a client gets that does not stream.
+- The events of an answer, put together, are the answer that a client gets that does not stream. Only text behind a call
+  stands before it there.
 - The first event waits for the first token, so a failure until then has a status of its own.
 - A stream that has begun ends with its error as an event.
 """
@@ -59,7 +60,9 @@ class PartedAnswer(Answer):
         """What a delta does to the parts: ("begin", "thinking" or "text"), ("write", more of it), ("end", what was
         begun), ("call", a call)."""
         parts = [("thinking", delta.reasoning)] if self.shows_thinking and delta.reasoning else []
-        parts += [("text", delta.text)] if delta.text or delta.is_empty else []
+        said = delta.choice.message if delta.choice is not None else None
+        empty = said is not None and not (said.content or said.tool_calls)  # then clients expect an empty text
+        parts += [("text", delta.text)] if delta.text or empty else []
         for kind, text in [*parts, ("", "")] if delta.calls or delta.choice is not None else parts:
             if self.open and self.open != kind:
                 yield "end", self.open

@@ -76,7 +76,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     @app.get("/health")
     async def health(request: Request) -> Response:
         """200 while a generator serves. Only callers with a key are told why none does: that names paths and hosts."""
-        known = keys.caller(authorization(request.scope)) is not None
+        known = keys.caller(api_key(request.scope)) is not None
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
@@ -143,12 +143,13 @@ def refusal(error: Exception, path: str) -> Response:
     return JsonResponse(dialect.error_object(shown), status_code=shown.status, headers=shown.headers)
 
 
-def authorization(scope: Scope) -> str:
-    """The header of that name, or what says the same in another dialect."""
+def api_key(scope: Scope) -> str:
+    """Empty where a call has none. The case of the header's scheme does not matter (RFC 9110)."""
     headers = Headers(scope=scope)
-    asked = QueryParams(scope["query_string"])
-    key = headers.get("x-api-key") or headers.get("x-goog-api-key") or asked.get("key")
-    return headers.get("authorization") or (f"Bearer {key}" if key else "")
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    key = key if scheme.lower() == "bearer" else ""
+    key = key or headers.get("x-api-key", "") or headers.get("x-goog-api-key", "")
+    return key or QueryParams(scope["query_string"]).get("key", "")
 
 
 class GatewayServer:
@@ -322,7 +323,7 @@ class CallMiddleware:
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN_PATHS:
             return self.keys.anybody
-        caller = self.keys.caller(authorization(scope))
+        caller = self.keys.caller(api_key(scope))
         if caller is None:
             problem = "the API key is missing or wrong: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}

@@ -112,9 +112,9 @@ class ApiKeys:
         """The caller of paths that need no key."""
         self._key = api_key.encode()
 
-    def caller(self, authorization: str) -> Caller | None:
-        """The caller of this header's key; None: the key is missing or wrong."""
-        right = not self._key or hmac.compare_digest(_bearer_key(authorization).encode("latin-1"), self._key)
+    def caller(self, key: str) -> Caller | None:
+        """Who has this key; None: it is empty or wrong."""
+        right = not self._key or hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._key)
         return self.anybody if right else None
 
     def end_all(self) -> None:
@@ -155,9 +155,9 @@ class RolloutKeys(ApiKeys):
             raise caller.lost
         return trajectory
 
-    def caller(self, authorization: str) -> Caller | None:
+    def caller(self, key: str) -> Caller | None:
         # Looked up by digest, so that timing reveals nothing about existing keys.
-        return self._by_key.get(_digest(_bearer_key(authorization)))
+        return self._by_key.get(_digest(key))
 
     def end_all(self) -> None:
         super().end_all()
@@ -237,12 +237,6 @@ class RolloutCaller(Caller):
 
     def on_end(self, requests: Sequence[GenerationRequest]) -> None:
         self._trajectory.dropped(each.request_id for each in requests)
-
-
-def _bearer_key(authorization: str) -> str:
-    """Empty where the header has none. The scheme's case does not matter (RFC 9110)."""
-    scheme, _, key = authorization.partition(" ")
-    return key if scheme.lower() == "bearer" else ""
 
 
 def _digest(key: str) -> bytes:

@@ -178,11 +178,6 @@ class Delta:
     choice: Choice | None = None
     """Set in the last delta."""
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it ends a choice without text and calls: then clients expect an empty text."""
-        return self.choice is not None and not (self.choice.message.content or self.choice.message.tool_calls)
-
 
 class Fleet(Protocol):
     """The generators behind the gateway."""

@@ -35,8 +35,6 @@ STATUSES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND"}
 STATUSES |= {503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
 ROLES = {"model": "assistant", "system": "system"}
 """Any other is the user's."""
-
-
 OURS = {"max_new_tokens": "max_output_tokens", "choices": "candidate_count", "stop": "stop_sequences"}
 """Fields that have another name here."""
 
@@ -182,12 +180,15 @@ class GenerationConfig(Camel):
     """The policy thinks as it has learned to; `includeThoughts` shows it."""
 
 
-class GenerateContentRequest(Camel):
+class CountContentRequest(Camel):
+    contents: Turns[Content]
+
+
+class GenerateContentRequest(CountContentRequest):
     model: Hint = None
     """The path names it."""
     safety_settings: Hint = None
     service_tier: Hint = None
-    contents: Turns[Content]
     system_instruction: Content = Content()
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
     tool_config: ToolConfig = ToolConfig()
@@ -207,10 +208,6 @@ class GenerateContentRequest(Camel):
         form = AnswerForm(schema or any_object, chat.tools, parallel=True, must_call=calling.mode == "ANY")
         answer = bodies.answer_form(form, "toolConfig", names or None, strict=calling.mode == "VALIDATED")
         return bodies.call_of(call_id, [chat], config, "contents", place="generationConfig.", answer=answer)
-
-
-class CountContentRequest(Camel):
-    contents: Many[Content]
 
 
 def routes(sampler: Sampler) -> APIRouter:
