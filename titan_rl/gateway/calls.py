@@ -74,10 +74,8 @@ class CompletionCall:
     """The policy's own stop tokens do not end a completion."""
     seed: int | None = None
     """None: any."""
-    logprobs: bool = False
-    """Whether the client wants those of the sampled tokens, with each token's bytes."""
-    top_logprobs: int = 0
-    """Of how many likeliest tokens it wants those too, at each place."""
+    logprobs: int | None = None
+    """At each place the client wants those of the sampled token and of so many likeliest ones, with their bytes."""
     role: str = ""
     """Whose turn it asks for, of a rollout with several roles."""
     drawing: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +92,7 @@ class CompletionCall:
         the form."""
         constraint = policy.renderer.constraint(self.answer) if self.answer is not None else ""
         ends = {"stop_token_ids": self.stop_tokens(policy.renderer), "constraint": constraint, **self.drawing}
-        ends["top_logprobs"] = self.top_logprobs
+        ends["top_logprobs"] = self.logprobs or 0
         rooms = [max(policy.max_model_len - length, 1) for length in lengths]
         return [SamplingParams(max_new_tokens=self.max_new_tokens or room, **ends) for room in rooms]
 

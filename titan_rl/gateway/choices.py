@@ -240,7 +240,7 @@ class ChoiceReader:
             thought_end=self._thought_end,
             calls=self._chat is not None and bool(self._chat.tools),
         )
-        self._logprobs = call.logprobs
+        self._logprobs = call.logprobs is not None
         self._pieces: list[Piece] = []
         self._sent = 0  # pieces
         self._called = 0  # calls that were sent

@@ -223,13 +223,13 @@ class ChatCompletionRequest(Sampling, ChatOptions):
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     def call(self, call_id: str) -> CompletionCall:
-        top = self.top_logprobs or 0
-        if top and not self.logprobs:
+        logprobs = self.top_logprobs or 0 if self.logprobs else None
+        if self.top_logprobs and not self.logprobs:
             problem = "top_logprobs: it needs logprobs, which must be true"
             raise ApiError(400, problem, param="top_logprobs", code="invalid_request")
         chat = Chat([each.message() for each in self.messages], self.specs())
-        told = {"logprobs": bool(self.logprobs), "top_logprobs": top, "answer": self.answer(self.response_format)}
-        return bodies.call_of(call_id, [chat], self, "messages", **told)
+        answer = self.answer(self.response_format)
+        return bodies.call_of(call_id, [chat], self, "messages", answer=answer, logprobs=logprobs)
 
 
 class CompletionRequest(Sampling):
@@ -256,5 +256,4 @@ class CompletionRequest(Sampling):
         prompts = [ids] if ids else [each for each in given if not isinstance(each, int)]
         if self.echo and (self.logprobs is not None or not all(isinstance(each, str) for each in prompts)):
             raise ApiError(400, "echo: only texts are echoed, without logprobs", param="echo", code="invalid_request")
-        told = {"logprobs": self.logprobs is not None, "top_logprobs": self.logprobs or 0}
-        return bodies.call_of(call_id, prompts, self, "prompt", **told)
+        return bodies.call_of(call_id, prompts, self, "prompt", logprobs=self.logprobs)

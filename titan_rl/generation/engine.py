@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -297,3 +297,7 @@ class RunningRequest:
             "supports": Supports.of(self.supports, start, len(self.tokens)),
             "top_logprobs": np.stack(tops) if tops else None,
         }
+
+
+RunningRequests = Mapping[str, RunningRequest]
+"""By id."""

@@ -21,7 +21,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.request import Request
 
 from titan_rl.generation.config import ANY_ORDER_RANKS, GeneratorConfig
-from titan_rl.generation.engine import RunningRequest
+from titan_rl.generation.engine import RunningRequests
 
 
 class Sampled(NamedTuple):
@@ -52,11 +52,7 @@ class OverlappedSteps:
     """Takes the steps of one engine."""
 
     def __init__(
-        self,
-        client: EngineCoreClient,
-        core: EngineCore,
-        requests: Mapping[str, Request],
-        recorded: Mapping[str, RunningRequest],
+        self, client: EngineCoreClient, core: EngineCore, requests: Mapping[str, Request], recorded: RunningRequests
     ) -> None:
         """`client`: of `core`, in this process. `requests`: all that run, by id. `recorded`: those of them that ask for
         likeliest tokens."""

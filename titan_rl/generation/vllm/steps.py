@@ -25,7 +25,6 @@ likeliest tokens with their logprobs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +40,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from titan_rl.generation.engine import RunningRequest
+from titan_rl.generation.engine import RunningRequests
 from titan_rl.generation.vllm.cuda import Sampled
 from titan_rl.support import encode_support
 from titan_rl.weights.fingerprint import STEP, mix
@@ -162,13 +161,7 @@ class StepScheduler(Scheduler):
 class OwnSteps:
     """Takes the steps of one engine: itself where there is nothing to decide, else by vLLM's scheduler and runner."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        runner: Any,
-        running: Mapping[str, RunningRequest],
-        recorded: Mapping[str, RunningRequest],
-    ) -> None:
+    def __init__(self, core: EngineCore, runner: Any, running: RunningRequests, recorded: RunningRequests) -> None:
         """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
         no seeds. `recorded`: those of them that ask for supports or likeliest tokens."""
         self._scheduler: Any = core.scheduler  # a StepScheduler
@@ -290,9 +283,7 @@ class OwnSteps:
 class SeededSampling:
     """Takes the place of vLLM's sampler of random rows in one model runner, and records what requests ask for."""
 
-    def __init__(
-        self, runner: Any, running: Mapping[str, RunningRequest], recorded: Mapping[str, RunningRequest]
-    ) -> None:
+    def __init__(self, runner: Any, running: RunningRequests, recorded: RunningRequests) -> None:
         self._batch = runner.input_batch
         self._running, self._recorded = running, recorded
         runner.sampler.topk_topp_sampler.forward = self._forward
