@@ -35,7 +35,8 @@ def written(name: str, **arguments: str) -> str:
 CALLS = f"<think>\nI add.\n</think>\n\nLet me see.\n{written('add', terms='1+2')}\n{written('add', terms='3+4')}{END}"
 SAYS = f"<think>\nEasy.\n</think>\n\nIt is 3 and 7.{END}"
 ONLY_CALLS = f"{written('add', terms='5')}{END}"
-BEHIND = f"Look: {written('add', terms='5')}\nThere it is.{END}"
+BEHIND = f"Look: {written('add', terms='5')}\n<tool_call>\nadd 5\n</tool_call>{END}"
+"""What is no call is text."""
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ async def test_text_behind_a_call_belongs_to_its_turn(chat: Renderer, dialect: D
     gateway = Gateway(chat, BEHIND, SAYS)
     clients, said = await gateway.open(), user(dialect, "5?")
     answer = await dialect.ask(clients, dialect.body(said, tools=[ADD]), stream=stream)
-    assert "Look:" in answer.text and "There it is." in answer.text and len(answer.calls) == 1
+    assert "Look:" in answer.text and "add 5" in answer.text and len(answer.calls) == 1
     said += [*answer.said, *results(dialect, answer, "5")]
     await dialect.ask(clients, dialect.body(said, tools=[ADD]), stream=stream)
     assert rendered_anew(await gateway.keys.close("s")) == 0

@@ -207,7 +207,7 @@ class MessageAnswer(PartedAnswer):
                 case "call":
                     yield self._begin({"type": "tool_use", "id": what.id, "name": what.name, "input": {}})
                     self._content[-1]["input"] = what.arguments
-                    told = {"type": "input_json_delta", "partial_json": json.dumps(what.arguments)}
+                    told: Json = {"type": "input_json_delta", "partial_json": json.dumps(what.arguments)}
                     yield self._event("delta", delta=told)
                     yield self._event("stop")
         if (choice := delta.choice) is not None:
