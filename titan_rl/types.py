@@ -68,8 +68,9 @@ def _require_arrays(owner: Any, dtypes: dict[str, np.dtype[Any]]) -> None:
         if length is not None and len(array) != length:
             raise ValueError(f"{owner.request_id}: {name} has {len(array)} elements, and there are {length} tokens")
         length = len(array)
-    if (supports := getattr(owner, "supports", None)) is not None and len(supports) != length:
-        raise ValueError(f"{owner.request_id}: supports of {len(supports)} tokens, and there are {length}")
+    for name in ("supports", "top_logprobs"):
+        if (told := getattr(owner, name, None)) is not None and len(told) != length:
+            raise ValueError(f"{owner.request_id}: {name} of {len(told)} tokens, and there are {length}")
 
 
 PROMPT_ARRAYS: dict[str, np.dtype[Any]] = {"prompt_token_ids": np.dtype(np.int32)}
@@ -79,6 +80,9 @@ SAMPLED_ARRAYS: dict[str, np.dtype[Any]] = {
     "versions": np.dtype(np.int64),
 }
 """The arrays of a request, and of what was sampled for it, with their dtypes."""
+TOP = np.dtype([("token", np.int32), ("logprob", np.float32)])
+MOST_TOP = 20
+"""Of `SamplingParams.top_logprobs`."""
 
 
 class FinishReason(StrEnum):
@@ -157,6 +161,8 @@ class SamplingParams:
     with which it can still become that, and a stop token from the moment when it is. Empty: anything."""
     support: bool = False
     """Whether the completion says what each token was drawn from."""
+    top_logprobs: int = 0
+    """Of so many tokens, the likeliest at each place, the completion has the logprobs too; at most `MOST_TOP`."""
 
     @property
     def truncates(self) -> bool:
@@ -220,6 +226,7 @@ class Completion:
     """Plain numbers, named as in `metrics.metric_table`: `generation/seconds_queued`, …"""
     supports: Supports | None = None
     """What the T tokens were drawn from, where that was asked for. None: each from the whole vocabulary."""
+    top_logprobs: np.ndarray | None = None  # [T, n] TOP, the likeliest first, n as asked for or all; None: not asked
 
     def __post_init__(self) -> None:
         _require_arrays(self, SAMPLED_ARRAYS)
@@ -239,6 +246,7 @@ class Piece:
     logprobs: np.ndarray  # [T] float32
     versions: np.ndarray  # [T] int64
     supports: Supports | None = None
+    top_logprobs: np.ndarray | None = None  # [T, n] TOP
 
     def __post_init__(self) -> None:
         _require_arrays(self, SAMPLED_ARRAYS)
@@ -258,7 +266,9 @@ class Piece:
 def sampled_arrays(*parts: Completion | Piece, start: int = 0, end: int | None = None) -> dict[str, Any]:
     """Tokens `start` to `end` of these parts together, as the arrays of a completion or a piece."""
     supports = Supports.join((part.supports, len(part.token_ids)) for part in parts)
-    return {"supports": supports and supports.select(slice(start, end))} | {
+    tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
+    top = np.concatenate(tops)[start:end] if tops else None
+    return {"supports": supports and supports.select(slice(start, end)), "top_logprobs": top} | {
         name: np.concatenate([np.zeros(0, dtype), *(getattr(part, name) for part in parts)])[start:end]
         for name, dtype in SAMPLED_ARRAYS.items()
     }

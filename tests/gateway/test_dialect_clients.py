@@ -1,4 +1,7 @@
-"""Each dialect's own client, against the app over a policy that says what the test wants. About 10 s."""
+"""Each dialect's own client, against the app over a policy that says what the test wants. About 10 s.
+
+Gemini's is played with HTTP: its package is not among those that are locked.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,8 @@ def written(name: str, **arguments: str) -> str:
 CALLS = f"<think>\nI add.\n</think>\n\nLet me see.\n{written('add', terms='1+2')}\n{written('add', terms='3+4')}{END}"
 SAYS = f"<think>\nEasy.\n</think>\n\nIt is 3 and 7.{END}"
 ONLY_CALLS = f"{written('add', terms='5')}{END}"
+BEHIND = f"Look: {written('add', terms='5')}\n<tool_call>\nadd 5\n</tool_call>{END}"
+"""What is no call is text."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +107,7 @@ async def test_a_conversation_with_tools_goes_on_in_the_sampled_tokens(
     assert [message.content for message in record.messages if message.role == "tool"] == ["3", "7", "5"]
 
 
-@pytest.mark.parametrize("text", [CALLS, SAYS, ONLY_CALLS, END, "It goes", "<think>\nIt goes"])
+@pytest.mark.parametrize("text", [CALLS, SAYS, ONLY_CALLS, BEHIND, END, "It goes", "<think>\nIt goes"])
 async def test_the_events_of_a_stream_are_the_whole_answer(chat: Renderer, dialect: Dialect, text: str) -> None:
     gateway = Gateway(chat, text, text)
     clients = await gateway.open()
@@ -113,10 +118,30 @@ async def test_the_events_of_a_stream_are_the_whole_answer(chat: Renderer, diale
     assert all(each["usage"] == usage[0]["usage"] for each in usage)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_behind_a_call_belongs_to_its_turn(chat: Renderer, dialect: Dialect, stream: bool) -> None:
+    gateway = Gateway(chat, BEHIND, SAYS)
+    clients, said = await gateway.open(), user(dialect, "5?")
+    answer = await dialect.ask(clients, dialect.body(said, tools=[ADD]), stream=stream)
+    assert "Look:" in answer.text and "add 5" in answer.text and len(answer.calls) == 1
+    said += [*answer.said, *results(dialect, answer, "5")]
+    await dialect.ask(clients, dialect.body(said, tools=[ADD]), stream=stream)
+    assert rendered_anew(await gateway.keys.close("s")) == 0
+
+
+async def test_calls_that_the_policy_did_not_name_have_ids_of_their_own(chat: Renderer, dialect: Dialect) -> None:
+    clients = await Gateway(chat, CALLS, CALLS).open()
+    body = dialect.body(user(dialect, "hi"), tools=[ADD])
+    answers = [await dialect.ask(clients, body, stream=stream) for stream in (False, True)]
+    ids = {call_id for answer in answers for call_id, _, _ in answer.calls}
+    assert len(ids) == 4 and all(ids)
+
+
 REASONS = {
     "chat": ("tool_calls", "stop", "length"),
     "responses": ("completed", "completed", "incomplete"),
     "anthropic": ("tool_use", "end_turn", "max_tokens"),
+    "gemini": ("STOP", "STOP", "MAX_TOKENS"),
 }
 
 
@@ -191,7 +216,7 @@ async def test_a_stream_that_fails_ends_with_its_error(chat: Renderer, dialect: 
 
 
 async def test_thinking_is_shown_to_those_who_ask(chat: Renderer) -> None:
-    asked = {"anthropic": {"thinking": {"type": "disabled"}}}
+    asked = {"anthropic": {"thinking": {"type": "disabled"}}, "gemini": {"generationConfig": {"thinkingConfig": {}}}}
     for name, options in asked.items():
         dialect = DIALECTS[name]
         async with http_client(app_over(ScriptedFleet(chat, SAYS), policy_of(chat, LENGTH))) as http:
@@ -250,11 +275,15 @@ async def test_the_oldest_responses_make_room(chat: Renderer, monkeypatch: pytes
 
 async def test_tokens_are_counted_as_they_will_be_read(chat: Renderer) -> None:
     app = app_over(ScriptedFleet(chat, SAYS, SAYS), policy_of(chat, LENGTH))
-    body = DIALECTS["anthropic"].body(user(DIALECTS["anthropic"], "hi"))
-    counted = {key: value for key, value in body.items() if key != "max_tokens"}
-    async with http_client(app) as http:
-        answer = await http.post("/v1/messages/count_tokens", json=counted)
-    assert answer.json() == {"input_tokens": len(chat.render([Message("user", "hi")]))}
+    for name, path, found in (
+        ("anthropic", "/v1/messages/count_tokens", "input_tokens"),
+        ("gemini", f"/v1beta/models/{MODEL}:countTokens", "totalTokens"),
+        ("gemini", f"/v1/models/{MODEL}:countTokens", "totalTokens"),
+    ):
+        body = DIALECTS[name].body(user(DIALECTS[name], "hi"))
+        counted = {key: value for key, value in body.items() if key not in ("max_tokens", "generationConfig")}
+        async with http_client(app) as http:
+            assert (await http.post(path, json=counted)).json()[found] == len(chat.render([Message("user", "hi")]))
 
 
 @pytest.mark.parametrize("stop", ["is 3", "!"])  # several tokens, and one
@@ -273,39 +302,75 @@ async def test_the_stop_text_that_ended_an_answer_is_named(chat: Renderer, stop:
 
 ERRORS = {
     "anthropic": {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
-    | {403: "permission_error", 503: "overloaded_error"}
+    | {403: "permission_error", 503: "overloaded_error"},
+    "gemini": {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND"}
+    | {403: "PERMISSION_DENIED", 503: "UNAVAILABLE"},
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
-async def test_errors_have_the_form_of_their_dialect(chat: Renderer, name: str) -> None:
+@pytest.mark.parametrize(("name", "version"), [("anthropic", "v1"), ("gemini", "v1"), ("gemini", "v1beta")])
+async def test_errors_have_the_form_of_their_dialect(chat: Renderer, name: str, version: str) -> None:
     dialect, gateway = DIALECTS[name], Gateway(chat, GeneratorFailed("generator0 died"), SAYS)
     key = (await gateway.open(max_turns=2)).key
-    right = dialect.body(user(dialect, "hi"))
-    wrong_model = {"path": dialect.path.replace(MODEL, "gpt"), "body": {**right, "model": "gpt"}}
+    right, right_path = dialect.body(user(dialect, "hi")), dialect.path.replace("v1beta", version)
+    wrong_model = {"path": right_path.replace(MODEL, "gpt"), "body": {**right, "model": "gpt"}}
     asked: list[tuple[int, dict]] = [(503, {}), (200, {}), (403, {}), (401, {"key": "no"}), (404, wrong_model)]
     async with http_client(gateway.app) as http:
         for status, change in [*asked, (400, {"body": {**right, "bogus": 1}})]:
-            headers = {"x-api-key": change.get("key", key)}
-            path, body = change.get("path", dialect.path), change.get("body", right)
+            headers = {"x-api-key" if name == "anthropic" else "x-goog-api-key": change.get("key", key)}
+            path, body = change.get("path", right_path), change.get("body", right)
             answer = await http.post(path, json=body, headers=headers)
             assert answer.status_code == status, answer.text
             if status == 200:
                 continue
             told = answer.json()
-            assert told["error"]["type"] == ERRORS[name][status]
-            assert told["type"] == "error"
+            assert (told["error"]["type"] if name == "anthropic" else told["error"]["status"]) == ERRORS[name][status]
+            assert told.get("type") == ("error" if name == "anthropic" else None)
             assert told["error"]["message"] and answer.headers["x-should-retry"] == "false"
 
 
-@pytest.mark.parametrize("where", ["authorization", "x-api-key"])
+LIMITS: dict[str, tuple[dict, str]] = {
+    "responses": ({"max_output_tokens": LENGTH}, "max_output_tokens"),
+    "anthropic": ({"max_tokens": LENGTH}, "max_tokens"),
+    "gemini": ({"generationConfig": {"max_output_tokens": LENGTH}}, "generationConfig.maxOutputTokens"),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+async def test_what_does_not_fit_has_its_name_in_the_dialect(chat: Renderer, name: str) -> None:
+    dialect, (change, field) = DIALECTS[name], LIMITS[name]
+    async with http_client(app_over(ScriptedFleet(chat), policy_of(chat, LENGTH))) as http:
+        body = {**dialect.body(user(dialect, "hi")), **change}
+        error = (await http.post(dialect.path, json=body)).json()["error"]
+        assert f"{LENGTH} of {field} do not fit" in error["message"] and error.get("param", field) == field
+        body = dialect.body(user(dialect, "x" * 99 * LENGTH))
+        assert (await http.post(dialect.path, json=body)).json()["error"].get("param", "input") == "input"
+
+
+@pytest.mark.parametrize("where", ["authorization", "x-api-key", "x-goog-api-key", "key"])
 async def test_the_key_may_stand_where_each_dialect_has_it(chat: Renderer, where: str) -> None:
     policy = policy_of(chat, LENGTH)
     app = app_over(ScriptedFleet(chat), policy, ApiKeys(policy, "secret"))
     async with http_client(app) as http:
-        for key, status in (("secret", 200), ("wrong", 401)):
+        for key, status in (("secret", 200), ("wrong", 401), *([("€", 401)] if where == "key" else [])):
             value = f"Bearer {key}" if where == "authorization" else key
-            assert (await http.get("/v1/models", headers={where: value})).status_code == status
+            given: dict[str, Any] = {"params": {where: value}} if where == "key" else {"headers": {where: value}}
+            assert (await http.get("/v1beta/models", **given)).status_code == status
+
+
+async def test_gemini_lists_its_model_and_streams_only_as_events(chat: Renderer) -> None:
+    gemini = DIALECTS["gemini"]
+    async with http_client(app_over(ScriptedFleet(chat, SAYS, SAYS), policy_of(chat, LENGTH))) as http:
+        (model,) = (await http.get("/v1beta/models")).json()["models"]
+        assert (model["name"], model["inputTokenLimit"]) == (f"models/{MODEL}", LENGTH)
+        body = gemini.body(user(gemini, "hi"), generationConfig={"candidateCount": 2})
+        answer = (await http.post(gemini.path, json=body)).json()
+        assert [each["index"] for each in answer["candidates"]] == [0, 1]
+        path = gemini.path.replace(":generate", ":streamGenerate")
+        refused = await http.post(path, json=body)
+        metrics = (await http.get("/metrics")).text
+    assert refused.status_code == 400 and "alt" in refused.json()["error"]["message"]
+    assert f'calls_total{{path="{gemini.path}",status="200"}} 1.0' in metrics
 
 
 async def test_a_text_may_be_echoed(renderer) -> None:

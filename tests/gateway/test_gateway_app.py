@@ -138,11 +138,12 @@ async def post(renderer: SymbolRenderer, path: str, body: bytes, kind: str = "ap
         (CHAT, {"n": 500}, "more than 128"),
         (CHAT, {"n": True}, "n:"),
         (CHAT, {"seed": 2**63}, "seed"),
-        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs: it needs logprobs"),
+        (CHAT, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
         (CHAT, {"tools": [ADD, ADD]}, "one tool with one argument"),
         (CHAT, {"messages": [{"role": "user", "content": "hello"}]}, "no symbol 'h'"),
-        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "no symbol"),
+        (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, "no JSON"),
         (CHAT, {"model": "gpt"}, "no model 'gpt'"),
         (TEXT, {"prompt": []}, "prompt"),
         (TEXT, {"prompt": ["1"] * 129}, "more than 128"),
@@ -151,8 +152,8 @@ async def post(renderer: SymbolRenderer, path: str, body: bytes, kind: str = "ap
         (TEXT, {"prompt": [10**6]}, "outside of the vocabulary"),
         (TEXT, {"prompt": [[1, 2], []]}, "prompt"),
         (TEXT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
-        (TEXT, {"logprobs": 5}, "logprobs"),
-        (TEXT, {"min_tokens": 20}, "min_new_tokens"),
+        (TEXT, {"logprobs": 21}, "logprobs"),
+        (TEXT, {"min_tokens": 20}, "min_tokens must be in [0, max_tokens"),
     ],
 )
 async def test_what_cannot_be_served_is_a_4xx_that_says_why(renderer, path, change, named):
@@ -186,6 +187,28 @@ async def test_a_wrong_field_is_named_as_the_body_has_it(renderer, change, place
     body = {"model": MODEL, "messages": say("1"), **change}
     error = (await post(renderer, CHAT, json.dumps(body).encode())).json()["error"]
     assert f"{place}: " in error["message"] and place.startswith(error["param"])
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        (CHAT, {"max_completion_tokens": 999}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": 999}, "max_tokens"),
+        (CHAT, {"messages": say("1" * 99)}, "messages"),
+        (CHAT, {"messages": say("hello")}, "messages"),
+        (CHAT, {"temperature": 0.001}, "temperature"),
+        (CHAT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
+        (CHAT, {"min_tokens": 999}, "min_tokens"),
+        (TEXT, {"prompt": [1] * 99}, "prompt"),
+        (TEXT, {"prompt": "0" * 99_999}, "prompt"),
+        (TEXT, {"prompt": ""}, "prompt"),
+    ],
+)
+async def test_what_an_engine_would_refuse_has_the_name_of_the_field_that_was_sent(renderer, path, change, param):
+    body = {CHAT: {"messages": say("1")}, TEXT: {"prompt": "1"}}[path]
+    answer = await post(renderer, path, json.dumps({"model": MODEL, **body, **change}).encode())
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    assert "_new_tokens" not in answer.json()["error"]["message"]
 
 
 async def test_what_is_not_said_to_be_json_is_a_400(renderer):
@@ -397,6 +420,8 @@ KEY = "sk-right"
     ("header", "status"),
     [
         (f"Bearer {KEY}", 200),
+        (f"bearer {KEY}", 200),
+        (f"BEARER {KEY}", 200),
         (None, 401),
         ("", 401),
         ("Bearer", 401),

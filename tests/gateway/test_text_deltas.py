@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from titan_rl.chat import make_renderer
 from titan_rl.chat.renderer import Renderer
 from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall
-from titan_rl.gateway.choices import HALF, ChoiceReader, StreamedText
+from titan_rl.gateway.choices import HALF, ChoiceReader, News, StreamedText
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.types import (
@@ -23,6 +23,7 @@ from titan_rl.types import (
     Message,
     Piece,
     SamplingParams,
+    ToolCall,
     ToolSpec,
 )
 
@@ -73,13 +74,23 @@ def cut_at(tokens: Sequence[int], cuts: Sequence[int]) -> list[list[int]]:
     return [list(tokens[a:b]) for a, b in zip(places[:-1], places[1:], strict=True)]
 
 
-def sampled(tokens: Sequence[int], prompt: list[int]) -> tuple[GenerationRequest, Completion]:
-    request = GenerationRequest(
+def request_of(prompt: list[int], tokens: int) -> GenerationRequest:
+    sampling = SamplingParams(max_new_tokens=tokens)
+    return GenerationRequest(request_id="r", prompt_token_ids=np.array(prompt, np.int32), sampling=sampling, seed=0)
+
+
+def piece_of(tokens: list[int]) -> Piece:
+    zeros = np.zeros(len(tokens))
+    return Piece(
         request_id="r",
-        prompt_token_ids=np.array(prompt, np.int32),
-        sampling=SamplingParams(max_new_tokens=len(tokens) + 1),
-        seed=0,
+        offset=0,
+        token_ids=np.array(tokens, np.int32),
+        logprobs=zeros.astype(np.float32),
+        versions=zeros.astype(np.int64),
     )
+
+
+def sampled(tokens: Sequence[int], prompt: list[int]) -> tuple[GenerationRequest, Completion]:
     completion = Completion(
         request_id="r",
         token_ids=np.array(tokens, np.int32),
@@ -87,7 +98,7 @@ def sampled(tokens: Sequence[int], prompt: list[int]) -> tuple[GenerationRequest
         versions=np.zeros(len(tokens), np.int64),
         finish_reason=FinishReason.LENGTH,
     )
-    return request, completion
+    return request_of(prompt, len(tokens) + 1), completion
 
 
 def whole(
@@ -106,7 +117,8 @@ def deltas_of(renderer: Renderer, prompt: list[int], stops: Sequence[str], tools
     return StreamedText(
         renderer.decode,
         stops=stops,
-        content=lambda tokens: renderer.parse(tokens, FinishReason.LENGTH, prompt, tools).content,
+        parse=lambda tokens: renderer.parse(tokens, FinishReason.LENGTH, prompt, tools),
+        thought_end=renderer.encode("</think>"),
         calls=bool(tools),
     )
 
@@ -130,7 +142,11 @@ def test_what_is_streamed_of_a_chat_is_its_content(
     expected = whole(tokens, chat, chat_of(tools=tools), prompt, stops)
     deltas = deltas_of(chat, prompt, stops, [TOOL] if tools else [])
     given_out = [deltas.add(piece) for piece in cut_at(tokens, cuts)]
-    assert "".join(given_out) + deltas.rest(expected.message.content) == expected.message.content
+    given_out.append(deltas.rest(expected.message))
+    texts, thoughts, calls = zip(*given_out, strict=True)
+    assert "".join(texts) == expected.message.content
+    assert "".join(thoughts) == expected.message.reasoning
+    assert sum(calls, ()) == expected.message.tool_calls
     if deltas.ended:
         assert expected.stopped and len(deltas.tokens) >= len(expected.completion.token_ids), (
             "nothing that counts is missing"
@@ -150,8 +166,8 @@ def test_what_is_streamed_of_a_text_is_that_text_also_where_it_is_no_unicode(
     tokens = [*chat.encode(text.encode("utf-8", "ignore").decode()), *token_bytes]
     expected = whole(tokens, chat, "hi", [5], stops)
     deltas = StreamedText(chat.decode, stops=stops)
-    given_out = "".join([deltas.add(piece) for piece in cut_at(tokens, cuts)])
-    assert given_out + deltas.rest(expected.message.content) == expected.message.content
+    given_out = "".join([deltas.add(piece).text for piece in cut_at(tokens, cuts)])
+    assert given_out + deltas.rest(expected.message).text == expected.message.content
     assert expected.message.content.startswith(given_out)
 
 
@@ -183,7 +199,16 @@ def test_thinking_goes_out_before_the_first_text_and_is_all_there_is(
 
 def streamed(renderer: Renderer, said: Sequence[str], *, stops: Sequence[str] = (), tools: bool = False) -> list[str]:
     deltas = deltas_of(renderer, renderer.render([Message("user", "hi")]), stops, [TOOL] if tools else [])
-    return [deltas.add(renderer.encode(piece)) for piece in said]
+    return [deltas.add(renderer.encode(piece)).text for piece in said]
+
+
+def news(renderer: Renderer, said: Sequence[str]) -> list[News]:
+    """With tools, and a last one for the rest."""
+    prompt = renderer.render([Message("user", "hi")])
+    deltas = deltas_of(renderer, prompt, (), [TOOL])
+    found = [deltas.add(renderer.encode(piece)) for piece in said]
+    tokens = [token for piece in said for token in renderer.encode(piece)]
+    return [*found, deltas.rest(whole(tokens, renderer, chat_of(tools=True), prompt).message)]
 
 
 def test_words_come_at_once_and_white_space_with_the_next_one(chat: Renderer) -> None:
@@ -193,8 +218,8 @@ def test_words_come_at_once_and_white_space_with_the_next_one(chat: Renderer) ->
 def test_half_a_character_waits_for_the_other_half(chat: Renderer) -> None:
     smile = chat.encode("😀")
     deltas = StreamedText(chat.decode)
-    assert [deltas.add([token]) for token in smile] == ["", "", "", "😀"]
-    assert StreamedText(chat.decode).add(smile[:2]) == ""
+    assert [deltas.add([token]).text for token in smile] == ["", "", "", "😀"]
+    assert StreamedText(chat.decode).add(smile[:2]) == News()
 
 
 def test_what_may_become_a_stop_text_waits(chat: Renderer) -> None:
@@ -219,17 +244,18 @@ def test_thinking_is_not_content_and_content_follows_it_at_once(chat: Renderer) 
 def test_a_long_thought_is_not_read_again_at_every_token(chat: Renderer) -> None:
     reads = 0
 
-    def content(tokens: Sequence[int]) -> str:
+    def parse(tokens: Sequence[int]) -> Message:
         nonlocal reads
         reads += 1
-        return chat.parse(tokens, FinishReason.LENGTH).content
+        return chat.parse(tokens, FinishReason.LENGTH)
 
-    deltas = StreamedText(chat.decode, content=content)
+    deltas = StreamedText(chat.decode, parse=parse, thought_end=chat.encode("</think>"))
     deltas.add(chat.encode("<think>"))
     for token in chat.encode("x" * 5000):
-        assert deltas.add([token]) == ""
+        assert deltas.add([token]) == News(reasoning="x"), "it is read as it comes"
     assert reads < 400
-    assert deltas.add(chat.encode("</think>yes")) == "yes"
+    said = [deltas.add([token]).text for token in chat.encode("</think>\n\nyes")]
+    assert "".join(said[-3:]) == "yes", "no token of the answer waits"
 
 
 def test_each_token_costs_the_decoding_of_a_few(chat: Renderer) -> None:
@@ -251,4 +277,34 @@ def test_a_turn_that_reads_otherwise_in_the_end_is_an_error_and_not_another_text
     deltas = deltas_of(chat, [], [], [])
     deltas.add(chat.encode("one"))
     with pytest.raises(ApiError, match="reads otherwise than what was streamed"):
-        deltas.rest("two")
+        deltas.rest(Message("assistant", "two"))
+
+
+def test_thinking_comes_as_it_is_sampled_without_white_space_around_it(chat: Renderer) -> None:
+    said = news(chat, ["<think>", "\n", "hm", " so", "\n", "</think>", "\n\nyes"])
+    assert [each.reasoning for each in said] == ["", "", "hm", " so", "", "", "", ""]
+    assert said[6].text == "yes"
+    cut = news(chat, ["<think>\n", "hm", " 1 < 2", " <tool", "_call>", " or"])
+    assert [each.reasoning for each in cut] == ["", "hm", " 1 < 2", "", "", "", " <tool_call> or"], (
+        "what may close it waits"
+    )
+
+
+def test_a_call_comes_when_it_is_closed_and_not_when_it_may_turn_out_to_be_none(chat: Renderer) -> None:
+    wrong = CALL.replace('"name": ', "")
+    said = news(chat, ["Look:", CALL[:30], CALL[30:-12], "</tool_call>", "\n", wrong, CALL, "x"])
+    call = ToolCall("look_up", {"word": "é"})
+    assert [each.calls for each in said] == [(), (), (), (call,), (), (), (call,), (), ()]
+    assert said[0].text == "Look:" and '"look_up"' in said[-1].text, "what is none is content"
+    thought = news(chat, ["<think>", "perhaps ", CALL, "</think>", "no"])
+    assert all(each.calls == () for each in thought) and thought[-1].text == "no"
+    assert [each.calls for each in news(chat, ["<think>", "so", CALL])] == [(), (), (), (call,)], "only the end tells"
+
+
+def test_what_comes_with_the_end_of_a_stop_text_is_not_lost(chat: Renderer) -> None:
+    prompt = chat.render([Message("user", "hi")])
+    request = request_of(prompt, 40)
+    call = CompletionCall(id="c", prompts=[chat_of(tools=False)], stop=["END"])
+    reader = ChoiceReader(0, request, call, chat)
+    delta = reader.read_next(piece_of(chat.encode("<think>hm</think>one two ENDless")))
+    assert delta is not None and (delta.reasoning, delta.text) == ("hm", "one two ")

@@ -52,7 +52,7 @@ def _arguments(config: Any) -> dict[str, Any]:
 
 
 def _steps(this: engine.VllmEngine, core: EngineCore) -> OverlappedSteps:
-    return OverlappedSteps(this._client, core, this._requests)
+    return OverlappedSteps(this._client, core, this._requests, this._recorded)
 
 
 CpuPlatform.check_and_update_config = staticmethod(_update)  # type: ignore[assignment]

@@ -31,7 +31,7 @@ def test_requests_at_the_limits_are_taken() -> None:
         (make_request("a", prompt=()), "the prompt is empty"),
         (make_request("a", prompt=(0, 13)), "token 13 is outside of the vocabulary"),
         (make_request("a", prompt=(-1,)), "token -1 is outside of the vocabulary"),
-        (make_request("a", new=12), "5 prompt tokens and up to 12 new ones are more than max_model_len"),
+        (make_request("a", new=12), "5 prompt tokens and 12 of max_new_tokens do not fit into max_model_len"),
         (make_request("a", new=0), "max_new_tokens must be at least 1"),
         (make_request("a", temperature=-1.0), "temperature must be"),
         (make_request("a", temperature=0.001), "temperature must be"),

@@ -73,6 +73,13 @@ def test_what_a_pull_takes_is_counted(life: Facts) -> None:
     assert "generation/preemptions" not in metrics, "the cache was not full"
 
 
+def test_the_likeliest_tokens_are_told_to_who_asks_beside_others_that_do_not(engine: Facts) -> None:
+    top, reference, others = engine["top"]
+    assert others == [None, None]
+    np.testing.assert_allclose(top["logprob"], -np.sort(-reference)[:, :3], atol=TOLERANCE)
+    np.testing.assert_allclose(top["logprob"], np.take_along_axis(reference, top["token"], 1), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("name", ["greedy", "hot", "cold", "repeated", "counted", "kept-going"])
 def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engine: Facts, name: str) -> None:
     sampled, reference = engine["convention"][name]

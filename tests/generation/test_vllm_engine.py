@@ -120,6 +120,22 @@ def test_what_was_possible_is_what_truncation_and_masks_have_left(engine: Facts)
     assert recorded is None and sampled.tolist() == engine["nucleus"][2].tolist(), "recording changes no token"
 
 
+@pytest.mark.parametrize("name", ["top3", "nucleus", "greedy", "repeated"])
+def test_the_likeliest_tokens_are_those_of_the_distribution_that_was_sampled_from(engine: Facts, name: str) -> None:
+    top, reference, sampled = engine["top"][name]
+    assert top.shape == (24, 5)
+    np.testing.assert_allclose(top["logprob"], -np.sort(-reference)[:, :5], atol=2e-5)
+    np.testing.assert_allclose(top["logprob"], np.take_along_axis(reference, top["token"], 1), atol=2e-5)
+    drawn = top["token"] == engine["tokens"][name][:, None]
+    assert np.array_equal(top["logprob"][drawn], sampled[drawn.any(1)]), "a token has one logprob, to the last bit"
+    assert np.isneginf(top["logprob"]).any() == (name == "top3"), "impossible tokens are told as such"
+
+
+def test_who_does_not_ask_is_told_of_no_other_tokens_and_many_are_all_there_are(engine: Facts) -> None:
+    assert engine["top"]["unasked"] is None
+    assert engine["top"]["all"].shape == (4, 13) and np.allclose(np.exp(engine["top"]["all"]["logprob"]).sum(1), 1)
+
+
 def test_no_stop_token_comes_before_its_time(engine: Facts) -> None:
     tokens, reason = engine["kept_going"]
     assert not set(tokens[:9]) & set(range(2, 13))
@@ -277,7 +293,9 @@ WAYS = {
 
 def forward_of(batch: SimpleNamespace, seeds: dict[str, int]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The sampler of random rows, for requests of these seeds."""
-    runner = SimpleNamespace(input_batch=batch, sampler=SimpleNamespace(topk_topp_sampler=SimpleNamespace()))
+    runner = SimpleNamespace(
+        input_batch=batch, sampler=SimpleNamespace(topk_topp_sampler=SimpleNamespace(), sample=None)
+    )
     running = {name: RunningRequest(make_request(name, seed=seed), 0.0, []) for name, seed in seeds.items()}
     SeededSampling(runner, running, {})
     return runner.sampler.topk_topp_sampler.forward

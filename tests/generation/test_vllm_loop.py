@@ -49,6 +49,9 @@ def test_two_ranks_give_the_tokens_of_one_and_agree_to_the_end(one_rank: list[Fa
         both = two_ranks[0]["served"][name]
         assert alone.token_ids.tolist() == both.token_ids.tolist(), name
         np.testing.assert_allclose(alone.logprobs, both.logprobs, atol=TOLERANCE)
+    tops = [facts["served"]["whole"].top_logprobs for facts in (one_rank[0], two_ranks[0])]
+    np.testing.assert_allclose(*(top["logprob"] for top in tops), atol=TOLERANCE)
+    assert tops[0].shape == (40, 3)
 
 
 def spans(versions: np.ndarray) -> int:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor, interpreter_builder
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm_engine_scenario import config, drain, reference_logprobs
+from vllm_engine_scenario import config, drain, reference_distribution, reference_logprobs
 from vllm_loop_scenario import BOUND, Loop, prefix_cache, several_swaps
 
 from titan_rl.generation.vllm.engine import VllmEngine
@@ -92,7 +92,7 @@ def one_engine(model: Path) -> dict[str, Any]:
         make_request("greedy", new=8, temperature=0.0),
         make_request("hot", new=8, seed=1, temperature=2.0),
         make_request("cold", new=8, seed=2, temperature=0.3),
-        make_request("repeated", new=8, seed=3, repetition_penalty=1.7),
+        make_request("repeated", new=8, seed=3, repetition_penalty=1.7, top_logprobs=3),
         make_request("counted", new=8, seed=4, temperature=0.7, presence_penalty=-1.5, frequency_penalty=0.9),
         make_request("kept-going", new=8, seed=5, stop_token_ids=(2, 3, 4, 5, 6), min_new_tokens=5),
     ]
@@ -124,6 +124,11 @@ def one_engine(model: Path) -> dict[str, Any]:
             )
             for each in requests
         },
+        "top": (
+            together["repeated"].top_logprobs,
+            reference_distribution(model, requests[3], together["repeated"]).numpy(),
+            [together[name].top_logprobs for name in ("hot", "greedy")],
+        ),
         "kept_going": together["kept-going"].token_ids.tolist(),
         "alone": (alone, together["hot"].token_ids.tolist()),
         "operations": (ours.operations - theirs, theirs),

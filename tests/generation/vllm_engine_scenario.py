@@ -198,7 +198,14 @@ def faults(engine: VllmEngine, tensors: dict[str, torch.Tensor]) -> dict[str, An
 
 
 def reference_logprobs(model: Path, request: GenerationRequest, completion: Completion) -> torch.Tensor:
-    """By transformers, after penalties, temperature and top-k, over what was possible by the completion's word."""
+    """Of the sampled tokens, as `reference_distribution`."""
+    tokens = torch.from_numpy(completion.token_ids).long()
+    return reference_distribution(model, request, completion).gather(1, tokens[:, None])[:, 0]
+
+
+def reference_distribution(model: Path, request: GenerationRequest, completion: Completion) -> torch.Tensor:
+    """[T, V] logprobs by transformers, after penalties, temperature and top-k, over what was possible by the
+    completion's word."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
     prompt = torch.from_numpy(request.prompt_token_ids).long()
     tokens = torch.from_numpy(completion.token_ids).long()
@@ -214,7 +221,7 @@ def reference_logprobs(model: Path, request: GenerationRequest, completion: Comp
     if completion.supports is not None:
         rows, vocab = (slice(0, size) for size in logits.shape)
         logits = logits.masked_fill(torch.from_numpy(completion.supports.impossible(rows, vocab)), -torch.inf)
-    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return logits.log_softmax(-1)
 
 
 def probabilities(model: Path, request: GenerationRequest, completion: Completion) -> np.ndarray:
@@ -272,15 +279,16 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
     conventions = [
         make_request("hot", new=24, seed=1, temperature=2.0),
         make_request("cold", new=24, seed=2, temperature=0.3),
-        make_request("top3", new=24, seed=3, top_k=3),
-        make_request("greedy", new=24, temperature=0.0),
-        make_request("repeated", new=24, seed=4, repetition_penalty=1.7),
+        make_request("top3", new=24, seed=3, top_k=3, top_logprobs=5),
+        make_request("greedy", new=24, temperature=0.0, top_logprobs=5),
+        make_request("repeated", new=24, seed=4, repetition_penalty=1.7, top_logprobs=5),
         make_request("counted", new=24, seed=5, temperature=0.7, presence_penalty=-1.5, frequency_penalty=0.9),
         make_request("kept-going", new=24, seed=6, stop_token_ids=tuple(range(2, 13)), min_new_tokens=9),
-        make_request("nucleus", new=24, seed=7, temperature=2.0, top_p=0.8, top_k=9, support=True),
+        make_request("nucleus", new=24, seed=7, temperature=2.0, top_p=0.8, top_k=9, support=True, top_logprobs=5),
         make_request("likely", new=24, seed=8, temperature=2.0, min_p=0.2, support=True),
         make_request("late", new=9, seed=6, stop_token_ids=tuple(range(2, 13)), min_new_tokens=9, support=True),
         make_request("unasked", new=24, seed=7, temperature=2.0, top_p=0.8, top_k=9),
+        make_request("all", new=4, top_logprobs=20),
     ]
     completions = drain(engine, conventions)
     facts["convention"] = {
@@ -296,6 +304,14 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
         impossible = completion.supports.impossible(slice(0, len(completion.token_ids)), slice(0, 13))
         facts[name] = ~impossible, probabilities(model, asked, completion), completion.token_ids
     facts["unasked"] = completions["unasked"].supports, completions["unasked"].token_ids
+
+    facts["top"] = {name: completions[name].top_logprobs for name in ("unasked", "all")}
+    facts["tokens"] = {name: each.token_ids for name, each in completions.items()}
+    for request in conventions:
+        if request.sampling.top_logprobs == 5:
+            done = completions[request.request_id]
+            reference = reference_distribution(model, request, done).numpy()
+            facts["top"][request.request_id] = done.top_logprobs, reference, done.logprobs
 
     kept_going = completions["kept-going"]
     facts["kept_going"] = kept_going.token_ids.tolist(), kept_going.finish_reason

@@ -395,7 +395,7 @@ def short_life(models: dict[str, str]) -> dict[str, Any]:
 def served(this: Loop) -> dict[str, Completion]:
     this.pull_next("tied_a").result(timeout=BOUND)
     seeded = (make_request(f"seeded{index}", new=12 + index, seed=index) for index in range(6))
-    return this.serve(make_request("whole", new=40, seed=5), *seeded)
+    return this.serve(make_request("whole", new=40, seed=5, top_logprobs=3), *seeded)
 
 
 def tortures(models: dict[str, str], seeds: list[int]) -> dict[str, Any]:

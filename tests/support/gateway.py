@@ -35,6 +35,7 @@ from titan_rl.types import (
     PolicyVersion,
     Purpose,
     SamplingParams,
+    sampled_arrays,
 )
 
 MODEL = "policy"
@@ -160,13 +161,8 @@ class ScriptedFleet:
     async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
         completion = await self.generate(request)
         for place in range(len(completion.token_ids)):
-            yield Piece(
-                request_id=request.request_id,
-                offset=place,
-                token_ids=completion.token_ids[place : place + 1],
-                logprobs=completion.logprobs[place : place + 1],
-                versions=completion.versions[place : place + 1],
-            )
+            sampled = sampled_arrays(completion, start=place, end=place + 1)
+            yield Piece(request_id=request.request_id, offset=place, **sampled)
         yield completion
 
     async def until(self, open_requests: int) -> None:

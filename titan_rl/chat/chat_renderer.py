@@ -5,6 +5,7 @@ to be run.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,12 @@ CALL_TOKENS = {"qwen3": ("<tool_call>", "</tool_call>")}
 THINK_TOKENS = ("<think>", "</think>")
 MOST_SPACES = 2
 """In a row in constrained JSON: a policy that has not learned otherwise would write nothing else."""
+
+
+_OWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+BYTE_OF = {chr(byte): byte for byte in _OWN}
+"""Which byte a character stands for in the vocabularies of byte-level tokenizers."""
+BYTE_OF |= {chr(256 + place): byte for place, byte in enumerate(byte for byte in range(256) if byte not in _OWN)}
 
 
 class ChatRenderer:
@@ -156,6 +163,15 @@ class ChatRenderer:
     def decode(self, token_ids: Tokens) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        alone = self.decode([token_id])
+        if "\ufffd" not in alone:  # behind itself it is not at a text's beginning, where some tokenizers drop a space
+            return self.decode([token_id, token_id]).removeprefix(alone).encode()
+        name = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", name):
+            return bytes.fromhex(found[1])
+        return bytes(map(BYTE_OF.__getitem__, name)) if set(name) <= BYTE_OF.keys() else alone.encode()
+
 
 @contextmanager
 def _writing() -> Iterator[None]:
@@ -242,6 +258,9 @@ class PlainTokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str:
+        return self._tokenizer.id_to_token(token_id)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         if isinstance(tokens, str):

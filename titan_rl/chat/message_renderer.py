@@ -54,6 +54,9 @@ class MessageRenderer:
     def decode(self, token_ids: Tokens) -> str:
         return "".join(message.content for message in self.messages(token_ids))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode([token_id]).encode()
+
     def messages(self, token_ids: Iterable[int]) -> list[Message]:
         return [said for token_id in token_ids if isinstance(said := self._said[token_id], Message)]
 

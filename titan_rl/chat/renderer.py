@@ -82,6 +82,9 @@ class Renderer(Protocol):
     def decode(self, token_ids: Tokens) -> str:
         """The text of tokens, special ones included."""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text, also where that is a part of a character."""
+
 
 class SymbolRenderer:
     """For tokenizers with one token per symbol and no chat template. Messages are concatenated; a turn of the policy
@@ -175,6 +178,9 @@ class SymbolRenderer:
     def decode(self, token_ids: Tokens) -> str:
         # padded embeddings have ids outside the vocabulary
         return "".join([self._tokens.get(token_id, UNKNOWN) for token_id in token_ids])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode([token_id]).encode()
 
     def encode(self, text: str) -> list[int]:
         ids = []

@@ -1,6 +1,7 @@
 """Answers over HTTP, in any dialect: a body, or a stream of events.
 
-- The events of an answer, put together, are the answer that a client gets that does not stream.
+- The events of an answer, put together, are the answer that a client gets that does not stream. Only text behind a call
+  stands before it there.
 - The first event waits for the first token, so a failure until then has a status of its own.
 - A stream that has begun ends with its error as an event.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -21,7 +22,6 @@ from titan_rl.errors import TitanError
 from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import ApiError, CompletionCall, Delta, api_error
 from titan_rl.gateway.sampling import Sampler
-from titan_rl.types import ToolCall
 
 Json = dict[str, Any]
 
@@ -40,14 +40,6 @@ class Answer(ABC):
     def events(self, delta: Delta) -> Iterable[Json]:
         """What a delta tells a client that streams."""
 
-    def calls(self, delta: Delta) -> list[ToolCall]:
-        """The tool calls of a choice's last delta, each with an id to which its answer can refer."""
-        called = delta.choice.message.tool_calls if delta.choice is not None else ()
-        return [
-            call._replace(id=call.id or f"call-{self.call.id}-{delta.index}-{number}")
-            for number, call in enumerate(called)
-        ]
-
     def last_events(self) -> Iterable[Json]:
         """What follows the last delta."""
         return ()
@@ -55,6 +47,32 @@ class Answer(ABC):
     @abstractmethod
     def error_event(self, error: ApiError) -> Json:
         """What ends a stream that failed."""
+
+
+class PartedAnswer(Answer):
+    """Of one choice, as a row of parts: thinking, text, calls. Each is whole before the next one begins."""
+
+    shows_thinking = True
+    open = ""
+    """What the last part is, while it grows."""
+
+    def steps(self, delta: Delta) -> Iterator[tuple[str, Any]]:
+        """What a delta does to the parts: ("begin", "thinking" or "text"), ("write", more of it), ("end", what was
+        begun), ("call", a call)."""
+        parts = [("thinking", delta.reasoning)] if self.shows_thinking and delta.reasoning else []
+        said = delta.choice.message if delta.choice is not None else None
+        empty = said is not None and not (said.content or said.tool_calls)  # then clients expect an empty text
+        parts += [("text", delta.text)] if delta.text or empty else []
+        for kind, text in [*parts, ("", "")] if delta.calls or delta.choice is not None else parts:
+            if self.open and self.open != kind:
+                yield "end", self.open
+            begins, self.open = self.open != kind, kind
+            if kind and begins:
+                yield "begin", kind
+            if kind:
+                yield "write", text
+        for call in delta.calls:
+            yield "call", call
 
 
 async def respond(sampler: Sampler, answer: Answer, request: Request, model: str, *, stream: bool | None) -> Response:

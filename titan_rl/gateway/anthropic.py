@@ -4,6 +4,7 @@ Thinking is shown to clients that ask for it. Others take the first block for th
 """
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -15,13 +16,16 @@ from starlette.responses import Response
 from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
-from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
-from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Hint, Many, ReturnedPart, Strict, text_of
+from titan_rl.gateway.answers import Json, JsonResponse, PartedAnswer, respond
+from titan_rl.gateway.bodies import MOST_TOOLS, Hint, Many, ReturnedPart, Strict, Turns, text_of
 from titan_rl.gateway.callers import CALLER
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
+from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message, ToolSpec
 
+PATHS = re.compile("/v1/messages")
+"""Whose errors have this dialect's form."""
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERRORS |= {503: "overloaded_error"}
 
@@ -111,10 +115,7 @@ class OutputConfig(Strict):
 
 class CountTokensRequest(Strict):
     model: bodies.ModelName
-    messages: Annotated[
-        list[Annotated[ClientMessage | AssistantMessage, Field(discriminator="role")]],
-        Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
-    ]
+    messages: Turns[Annotated[ClientMessage | AssistantMessage, Field(discriminator="role")]]
     system: str | Many[TextBlock] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice = ToolChoice(type="auto")
@@ -133,9 +134,9 @@ class CountTokensRequest(Strict):
 class MessagesRequest(CountTokensRequest):
     metadata: Hint = None
     service_tier: Hint = None
-    max_tokens: bodies.Count
+    max_new_tokens: Annotated[bodies.Count, Field(alias="max_tokens")]
     stream: bool | None = None
-    stop_sequences: bodies.Stops | None = None
+    stop: bodies.Stops | None = Field(None, alias="stop_sequences")
     temperature: bodies.Temperature | None = None
     top_p: bodies.TopP | None = None
     top_k: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -146,14 +147,13 @@ class MessagesRequest(CountTokensRequest):
         form = AnswerForm(wanted.schema_ if wanted else None, chat.tools, parallel=parallel, must_call=must_call)
         names, strict = [choice.name] if choice.type == "tool" else None, any(tool.strict for tool in self.tools or ())
         answer = bodies.answer_form(form, "tool_choice", names, strict=strict)
-        stops = self.stop_sequences or ()
-        return bodies.chat_call(call_id, chat, answer, self, max_new_tokens=self.max_tokens, stop=stops)
+        return bodies.call_of(call_id, [chat], self, "messages", answer=answer)
 
 
 def routes(sampler: Sampler) -> APIRouter:
-    router = APIRouter(prefix="/v1/messages")
+    router = APIRouter(prefix="/v1/messages", route_class=JsonRoute)
 
-    @router.post("")
+    @router.post("", responses=STREAMS)
     async def create_message(body: MessagesRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
         return await respond(sampler, MessageAnswer(body, sampler.policy.name), request, body.model, stream=body.stream)
@@ -175,50 +175,47 @@ def error_object(error: ApiError) -> Json:
     return {"type": "error", "error": told}
 
 
-class MessageAnswer(Answer):
+class MessageAnswer(PartedAnswer):
     error_event = staticmethod(error_object)
 
     def __init__(self, body: MessagesRequest, model: str) -> None:
         self.call = body.call(f"msg_{uuid.uuid4().hex}")
-        self._thinks = (body.thinking or {}).get("type", "disabled") != "disabled"
+        self.shows_thinking = (body.thinking or {}).get("type", "disabled") != "disabled"
         self._head = {"id": self.call.id, "type": "message", "role": "assistant", "model": model}
         self._content: list[Json] = []
-        """The blocks that were begun; while the last one grows, without what it ends with."""
-        self._open = ""  # the last one's type, while it grows
+        """The blocks that were begun, as far as they were written."""
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
-        (delta,) = deltas
-        *_, last, _ = self.events(delta)
+        *_, last, _ = self.events(deltas[0])
         return {**self._head, "content": self._content, **last["delta"], "usage": last["usage"]}
 
     def events(self, delta: Delta) -> Iterator[Json]:
+        usage = {"input_tokens": len(delta.prompt), "output_tokens": self.call.usage["completion_tokens"]}
         if delta.first:
             begun: Json = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None}
-            yield {"type": "message_start", "message": {**begun, "usage": self._usage(delta) | {"output_tokens": 0}}}
-        if self._thinks and delta.reasoning:
-            yield from self._write("thinking", delta.reasoning)
-        if delta.text or delta.is_empty:
-            yield from self._write("text", delta.text)
-        if delta.choice is None:
-            return
-        yield from self._close()
-        for call in self.calls(delta):
-            yield self._begin({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
-            yield self._event("delta", delta={"type": "input_json_delta", "partial_json": json.dumps(call.arguments)})
-            yield self._event("stop")
-            self._content[-1]["input"] = call.arguments
-        yield {"type": "message_delta", "delta": self._reason(delta), "usage": self._usage(delta)}
-        yield {"type": "message_stop"}
-
-    def _reason(self, last: Delta) -> Json:
-        choice = last.choice
-        assert choice is not None
-        reason = "tool_use" if choice.message.tool_calls else "end_turn" if choice.stopped else "max_tokens"
-        stop = choice.stop_text if reason == "end_turn" else ""
-        return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop or None}
-
-    def _usage(self, delta: Delta) -> Json:
-        return {"input_tokens": len(delta.prompt), "output_tokens": self.call.usage["completion_tokens"]}
+            yield {"type": "message_start", "message": {**begun, "usage": usage | {"output_tokens": 0}}}
+        for step, what in self.steps(delta):
+            match step:
+                case "begin":
+                    yield self._begin({"type": what, what: "", **({"signature": ""} if what == "thinking" else {})})
+                case "write":
+                    yield self._write(f"{self.open}_delta", self.open, what)
+                case "end":
+                    if what == "thinking":
+                        yield self._write("signature_delta", "signature", self.call.id)
+                    yield self._event("stop")
+                case "call":
+                    yield self._begin({"type": "tool_use", "id": what.id, "name": what.name, "input": {}})
+                    self._content[-1]["input"] = what.arguments
+                    told: Json = {"type": "input_json_delta", "partial_json": json.dumps(what.arguments)}
+                    yield self._event("delta", delta=told)
+                    yield self._event("stop")
+        if (choice := delta.choice) is not None:
+            reason = "tool_use" if choice.message.tool_calls else "end_turn" if choice.stopped else "max_tokens"
+            stop = choice.stop_text if reason == "end_turn" else ""
+            told = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop or None}
+            yield {"type": "message_delta", "delta": told, "usage": usage}
+            yield {"type": "message_stop"}
 
     def _event(self, kind: str, **fields: Any) -> Json:
         return {"type": f"content_block_{kind}", "index": len(self._content) - 1, **fields}
@@ -227,19 +224,6 @@ class MessageAnswer(Answer):
         self._content.append({**block})
         return self._event("start", content_block=block)
 
-    def _write(self, kind: str, text: str) -> Iterator[Json]:
-        if self._open != kind:
-            yield from self._close()
-            self._open = kind
-            yield self._begin({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
-        self._content[-1][kind] += text
-        yield self._event("delta", delta={"type": f"{kind}_delta", kind: text})
-
-    def _close(self) -> Iterator[Json]:
-        """End the block whose text grows, if there is one."""
-        if self._open == "thinking":
-            self._content[-1]["signature"] = self.call.id
-            yield self._event("delta", delta={"type": "signature_delta", "signature": self.call.id})
-        if self._open:
-            yield self._event("stop")
-        self._open = ""
+    def _write(self, kind: str, field: str, text: str) -> Json:
+        self._content[-1][field] += text
+        return self._event("delta", delta={"type": kind, field: text})

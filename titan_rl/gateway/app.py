@@ -8,26 +8,31 @@
 """
 
 import asyncio
+import re
 import resource
+import uuid
 from dataclasses import dataclass
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from titan_rl.errors import ActorFailed, TitanError
-from titan_rl.gateway import anthropic, openai_routes, responses
+from titan_rl.gateway import anthropic, gemini, openai_routes, responses
 from titan_rl.gateway.answers import JsonResponse
 from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancel_when
 from titan_rl.gateway.calls import ApiError, Fleet, ServedPolicy, api_error
 from titan_rl.gateway.config import GatewayConfig, listen
+from titan_rl.gateway.json_route import ERRORS, description
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
+from titan_rl.one_line import one_line
 
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048
@@ -54,22 +59,24 @@ OPEN_PATHS = ("/health",)
 """What anybody may ask: load balancers have no key."""
 CLIENT_GONE = 499
 """Status under which a call is counted whose client hung up before it was answered; nobody reads it."""
+HARMLESS_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+"""A client's own `x-request-id` that is given back to it; any other is replaced."""
 MOST_DISCARDED = 64 << 20
 """Bytes of a body past its limit that are read and thrown away: a client reads no answer before it has sent its body.
 After that it is cut off."""
 
 
 def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: ApiKeys) -> FastAPI:
-    app = FastAPI(title="titan_rl gateway", docs_url=None, redoc_url=None)
+    app = FastAPI(title="titan_rl gateway", docs_url=None, redoc_url=None, responses=ERRORS)
     metrics = GatewayMetrics()
     sampler = Sampler(fleet, policy, metrics, max_choices=config.max_choices)
-    for dialect in (openai_routes, responses, anthropic):
+    for dialect in (openai_routes, responses, anthropic, gemini):
         app.include_router(dialect.routes(sampler))
 
     @app.get("/health")
     async def health(request: Request) -> Response:
         """200 while a generator serves. Only callers with a key are told why none does: that names paths and hosts."""
-        known = keys.caller(authorization(request.scope)) is not None
+        known = keys.caller(api_key(request.scope)) is not None
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
                 members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
@@ -89,38 +96,60 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         ]
         raise ApiError(503, f"no generator serves: {'; '.join(reasons)}", code="engine_unavailable")
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus(request: Request) -> Response:
         """Counters and gauges for Prometheus."""
         members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
         return Response(metrics.exposition(members), media_type=PROMETHEUS_TEXT)
 
     async def refused(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):
+            headers = error.headers or {}
+            problem = f"it takes {headers['Allow']}" if "Allow" in headers else "there is no such path"
+            asked = one_line(f"{request.method} {request.url.path}", 200)
+            problem = f"{asked}: {problem}; /openapi.json says what there is"
+            error = ApiError(error.status_code, problem, headers=headers)
         return refusal(error, request.url.path)
 
-    for kind in (ApiError, TitanError, RequestValidationError, HTTPException, RecursionError, Exception):
-        app.add_exception_handler(kind, refused)  # the server logs the traceback of what is a bug
+    for kind in (ApiError, TitanError, RequestValidationError, HTTPException, RecursionError):
+        app.add_exception_handler(kind, refused)
+    app.openapi = lambda: description(app)  # type: ignore[method-assign]
     app.add_middleware(
         CallMiddleware,
         keys=keys,
         metrics=metrics,
-        paths=frozenset(path for route in app.routes if (path := getattr(route, "path", "")) and "{" not in path),
+        paths=frozenset(
+            path
+            for route in app.routes
+            if "{" not in (path := getattr(route, "path", "").replace("{model:path}", policy.name))
+        ),
         max_body_bytes=config.max_body_bytes,
     )
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
     return app
 
 
 def refusal(error: Exception, path: str) -> Response:
     """Every answer that is no success, in the form of the path's dialect."""
     shown = api_error(error)
-    dialect = anthropic if path.startswith("/v1/messages") else openai_routes
+    dialect = next((each for each in (anthropic, gemini) if each.PATHS.match(path)), openai_routes)
     return JsonResponse(dialect.error_object(shown), status_code=shown.status, headers=shown.headers)
 
 
-def authorization(scope: Scope) -> str:
-    """The header of that name, or what says the same in Anthropic's dialect."""
+def api_key(scope: Scope) -> str:
+    """Empty where a call has none. The case of the header's scheme does not matter (RFC 9110)."""
     headers = Headers(scope=scope)
-    return headers.get("authorization") or (f"Bearer {key}" if (key := headers.get("x-api-key")) else "")
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    key = key if scheme.lower() == "bearer" else ""
+    key = key or headers.get("x-api-key", "") or headers.get("x-goog-api-key", "")
+    return key or QueryParams(scope["query_string"]).get("key", "")
 
 
 class GatewayServer:
@@ -242,11 +271,14 @@ class CallMiddleware:
             await self.app(scope, receive, send)
             return
         status = CLIENT_GONE
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if HARMLESS_ID.fullmatch(given) else uuid.uuid4().hex
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         path = scope["path"] if scope["path"] in self.paths else "other"
@@ -256,8 +288,10 @@ class CallMiddleware:
                 await self._answer(scope, receive, watched)
             except ClientGone:
                 pass
-            except Exception:
-                status = 500  # what is around this middleware answers so
+            except Exception as error:  # a bug: the server logs its traceback
+                if status == CLIENT_GONE:
+                    await refusal(error, scope["path"])(scope, receive, watched)
+                status = 500
                 raise
             finally:
                 self.metrics.calls.labels(path, str(status)).inc()
@@ -273,6 +307,7 @@ class CallMiddleware:
                 except TimeoutError:
                     problem = f"the request body did not arrive within {BODY_SECONDS} s"
                     raise ApiError(408, problem, headers={"Connection": "close"}) from None
+                _check_form(Headers(scope=scope), scope["method"])
 
                 async def whole_body() -> Message:
                     return {"type": "http.request", "body": body, "more_body": False}
@@ -288,7 +323,7 @@ class CallMiddleware:
     def _caller(self, scope: Scope) -> Caller:
         if scope["path"] in OPEN_PATHS:
             return self.keys.anybody
-        caller = self.keys.caller(authorization(scope))
+        caller = self.keys.caller(api_key(scope))
         if caller is None:
             problem = "the API key is missing or wrong: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`"
             headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
@@ -312,6 +347,19 @@ class CallMiddleware:
             problem = f"the request body is longer than {most} bytes"
             raise ApiError(413, problem, headers={"Connection": "close"})
         return bytes(body)
+
+
+def _check_form(headers: Headers, method: str) -> None:
+    """Raises ApiError: the body is no plain JSON."""
+    coding = headers.get("content-encoding", "identity")
+    kind = headers.get("content-type", "").partition(";")[0].strip()
+    if coding.lower() != "identity":
+        problem = f"the body comes as content-encoding {coding!r}: send it as it is"
+    elif method == "POST" and not re.fullmatch(r"application/([^/]*\+)?json", kind.lower()):
+        problem = f"the body comes as content-type {kind!r}: send JSON, as application/json"
+    else:
+        return
+    raise ApiError(400, one_line(problem, 200), code="invalid_request")
 
 
 async def _hung_up(receive: Receive) -> ClientGone:

@@ -6,6 +6,7 @@
 - A list is read up to its first wrong entry (`fail_fast`): to name a million of them would take a minute.
 - Types are strict: no number is read out of a text, no flag out of a number.
 - However a dialect cuts a conversation into parts, the policy reads the same messages.
+- What a call is refused for has the name that the client gave it.
 """
 
 import json
@@ -14,7 +15,7 @@ from contextlib import suppress
 from itertools import groupby
 from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
@@ -26,17 +27,31 @@ LARGEST_INTEGER = 2**63 - 1
 MOST_STOPS = 16
 MOST_TOOLS = 128
 MOST_MESSAGES = 4096
-"""Also parts of one message."""
+"""Also parts and calls of all of them."""
 DRAWING = ["temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 DRAWING += ["min_new_tokens"]
 """Fields that change how tokens are drawn, besides `seed`."""
+ASKED = ["stop_token_ids", "choices", "stop", "ignore_eos", "seed", "role"]
+"""Fields of a call that a body may have."""
+
+
+def _few_parts(entries: Any) -> Any:
+    given = [each for each in entries[:MOST_MESSAGES] if isinstance(each, dict)] if isinstance(entries, list) else []
+    parts = sum(len(value) for each in given for value in each.values() if isinstance(value, list))
+    if parts > MOST_MESSAGES:
+        raise ValueError(f"all messages together have at most {MOST_MESSAGES} parts and calls, not {parts}")
+    return entries
+
 
 T = TypeVar("T")
-Many = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True)]
+Prompts = Sequence[Chat | str | list[int]]
+Many = Annotated[list[T], Field(max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(_few_parts)]
+Turns = Annotated[list[T], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True), BeforeValidator(_few_parts)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 ModelName = Annotated[str, Field(max_length=1024)]
 ToolName = Annotated[str, Field(min_length=1, max_length=256)]
+Choices = Annotated[int, Field(ge=1, le=1024)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Seed = Annotated[int, Field(ge=-LARGEST_INTEGER - 1, le=LARGEST_INTEGER)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
@@ -79,14 +94,22 @@ def text_of(content: Any) -> str:
     return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
 
 
-def drawing(body: BaseModel) -> dict[str, Any]:
-    """Those of `DRAWING` that the client set."""
-    return {name: value for name in DRAWING if (value := getattr(body, name, None)) is not None}
-
-
-def chat_call(call_id: str, chat: Chat, answer: AnswerForm | None, body: BaseModel, **more: Any) -> CompletionCall:
-    """`body` says how tokens are drawn. `more`: fields of `CompletionCall`."""
-    return CompletionCall(id=call_id, prompts=[chat], drawing=drawing(body), answer=answer, **more)
+def call_of(call_id: str, prompts: Prompts, body: Strict, prompt: str, place: str = "", **more: Any) -> CompletionCall:
+    """`body` says how prompts are completed, in fields that are named as the call's. `prompt`: what it calls a prompt.
+    `place`: how the path to its fields begins. `more`: fields of the call."""
+    names = {name: f"{place}{field.alias or name}" for name, field in type(body).model_fields.items()}
+    asked = {name: value for name in names if (value := getattr(body, name)) is not None}
+    most = "max_new_tokens" if "max_new_tokens" in asked else "max_tokens"  # OpenAI has both
+    told = {name: names[name] for name in (*DRAWING, "stop_token_ids", "choices") if name in names}
+    more |= {name: asked[name] for name in ASKED if name in asked}
+    return CompletionCall(
+        id=call_id,
+        prompts=prompts,
+        max_new_tokens=asked.get(most),
+        drawing={name: asked[name] for name in DRAWING if name in asked},
+        names=told | {"max_new_tokens": names.get(most, most), "prompt": prompt},
+        **more,
+    )
 
 
 def joined(parts: Iterable[Message]) -> list[Message]:

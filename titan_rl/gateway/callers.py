@@ -110,11 +110,11 @@ class ApiKeys:
         """Must be made within a loop. With an empty key none is asked for."""
         self.anybody = Caller(policy)
         """The caller of paths that need no key."""
-        self._authorization = f"Bearer {api_key}".encode() if api_key else b""
+        self._key = api_key.encode()
 
-    def caller(self, authorization: str) -> Caller | None:
-        """The caller of this header's key; None: the key is missing or wrong."""
-        right = not self._authorization or hmac.compare_digest(authorization.encode("latin-1"), self._authorization)
+    def caller(self, key: str) -> Caller | None:
+        """Who has this key; None: it is empty or wrong."""
+        right = not self._key or hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._key)
         return self.anybody if right else None
 
     def end_all(self) -> None:
@@ -155,10 +155,9 @@ class RolloutKeys(ApiKeys):
             raise caller.lost
         return trajectory
 
-    def caller(self, authorization: str) -> Caller | None:
+    def caller(self, key: str) -> Caller | None:
         # Looked up by digest, so that timing reveals nothing about existing keys.
-        key = authorization.removeprefix("Bearer ")
-        return None if key == authorization else self._by_key.get(_digest(key))
+        return self._by_key.get(_digest(key))
 
     def end_all(self) -> None:
         super().end_all()

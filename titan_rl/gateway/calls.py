@@ -24,7 +24,7 @@ from titan_rl import errors
 from titan_rl.chat.renderer import AnswerForm, Renderer
 from titan_rl.one_line import counted, one_line
 from titan_rl.routing.health import GeneratorStatus
-from titan_rl.types import Completion, GenerationRequest, Message, Piece, SamplingParams, ToolSpec
+from titan_rl.types import Completion, GenerationRequest, Message, Piece, SamplingParams, ToolCall, ToolSpec
 
 SHORT_TEXT = 1 << 16
 """Characters that are always tokenized: it takes less time than it matters."""
@@ -74,12 +74,14 @@ class CompletionCall:
     """The policy's own stop tokens do not end a completion."""
     seed: int | None = None
     """None: any."""
-    logprobs: bool = False
-    """Whether the client wants those of the sampled tokens, with each token's text."""
+    logprobs: int | None = None
+    """At each place the client wants those of the sampled token and of so many likeliest ones, with their bytes."""
     role: str = ""
     """Whose turn it asks for, of a rollout with several roles."""
     drawing: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `SamplingParams` that the client set and that change how tokens are drawn."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the client calls a field, by what its requests call it; `prompt` last."""
     answer: AnswerForm | None = None
     """What a chat's answer must be; None: anything."""
     usage: Counter[str] = field(default_factory=Counter)
@@ -90,6 +92,7 @@ class CompletionCall:
         the form."""
         constraint = policy.renderer.constraint(self.answer) if self.answer is not None else ""
         ends = {"stop_token_ids": self.stop_tokens(policy.renderer), "constraint": constraint, **self.drawing}
+        ends["top_logprobs"] = self.logprobs or 0
         rooms = [max(policy.max_model_len - length, 1) for length in lengths]
         return [SamplingParams(max_new_tokens=self.max_new_tokens or room, **ends) for room in rooms]
 
@@ -105,8 +108,18 @@ class CompletionCall:
             stops += tokens if len(tokens) == 1 else ()
         return tuple(dict.fromkeys(stops))
 
+    def refused(self, error: "ApiError") -> "ApiError":
+        """The refusal of its requests, in the client's words."""
+        for ours, theirs in self.names.items():
+            if ours in error.message and not error.param:
+                error.param = theirs
+            if "_new_" in ours:
+                error.message = error.message.replace(ours, theirs)
+        error.param = error.param or self.names.get("prompt")
+        return error
+
     def check_length(self, policy: ServedPolicy) -> None:
-        """Refuse a text that cannot fit before it is tokenized, which takes the render thread a second per megabyte.
+        """Refuse a prompt that cannot fit before it is tokenized, which takes the render thread a second per megabyte.
 
         No token stands for more than `renderer.longest_token` characters. Tokenizers may compose up to four characters
         outside of ASCII into one (NFC). Raises RequestTooLong: there is such a text.
@@ -114,6 +127,9 @@ class CompletionCall:
         most = max(SHORT_TEXT, policy.max_model_len * policy.renderer.longest_token)
         for prompt in self.prompts:
             if isinstance(prompt, list):
+                if len(prompt) >= policy.max_model_len:
+                    problem = f"{len(prompt)} prompt tokens do not fit into max_model_len ({policy.max_model_len})"
+                    raise errors.RequestTooLong(problem)
                 continue
             text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
             longest = len(text) if text.isascii() else len(text) // 4
@@ -147,17 +163,18 @@ class Delta:
     reasoning: str
     """Thinking: before any text."""
     text: str
+    calls: Sequence[ToolCall]
+    """Those that are new; each comes whole, once it is certain, with an id to which its answer can refer."""
+    first_call: int
+    """How many calls came before them."""
     tokens: list[int]
-    token_texts: list[str]
-    """Of each token by itself; empty unless the call wants logprobs."""
+    token_bytes: list[bytes]
+    """Of each token, joined those of its text and its stop token; empty unless the call wants logprobs."""
     logprobs: list[float]
+    top_logprobs: list[list[tuple[bytes, float]]]
+    """At each place the possible ones of the likeliest tokens, likeliest first; as `token_bytes`."""
     choice: Choice | None = None
-    """Set in the last delta. Its tool calls were not sent before."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it ends a choice without text and calls: then clients expect an empty text."""
-        return self.choice is not None and not (self.choice.message.content or self.choice.message.tool_calls)
+    """Set in the last delta."""
 
 
 class Fleet(Protocol):

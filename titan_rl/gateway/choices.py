@@ -7,6 +7,10 @@ might change is held back:
 - in a chat, text that may be the beginning of a tool call or of thinking, and trailing white space, which a chat format
   may strip. From the first such mark on, all text is held back until the renderer has parsed the whole turn.
 
+Thinking is read in the same way while it goes on, up to any mark in it. A tool call is read whole when it is closed:
+until then it may turn out to be none, and its text is content. Both are read only if they stay the same should thinking
+end here (`</think>`), because a thought may hold what looks like a call.
+
     tokens  "Hi ", "<too", "l_call>{…"    stop text "!"
     deltas  "Hi",  "",     "",            rest: " …", or nothing when the call is read as one
 
@@ -15,18 +19,20 @@ Each token costs the decoding of a few, however long the completion is.
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-
-import numpy as np
+from itertools import count
+from typing import NamedTuple
 
 from titan_rl.chat.renderer import Renderer
+from titan_rl.errors import TaskError
 from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, Delta
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece, sampled_arrays
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece, ToolCall, sampled_arrays
 
-LOWEST_LOGPROB = -9999.0
-"""JSON has neither infinity nor NaN; OpenAI's API uses this value for infinity."""
 HALF = "\ufffd"
 """What bytes that are no character (yet) decode to."""
+LOWEST_LOGPROB = -9999.0
+"""JSON has neither infinity nor NaN; OpenAI's API uses this value for infinity."""
 
 LONGEST_MARK = 80
 """Characters of a mark such as `<tool_call>`; what is longer is text."""
@@ -36,11 +42,19 @@ _CALL = r"<[^<>\s]{0,80}(?:tool|call|func|invoke|arg|think|\||｜)[^<>\s]{0,80}>
 _MARK = re.compile(f"(?P<think>{_THINK})|{_CALL}", re.IGNORECASE)
 _MARK_BEGINS = re.compile(rf"(?:<[^<>\s]{{0,{LONGEST_MARK}}}|\[/?[A-Za-z_]{{0,{LONGEST_MARK}}})\Z")
 
+THOUGHT_END, CALL_END = "</think>", "</tool_call>"
 PARSE_EACH = 256
 """A turn without content so far is parsed again at each piece while it has at most this many tokens. A longer turn is
-parsed when it has grown by a sixteenth, or when a mark was closed."""
+parsed when it has grown by a sixteenth, or when a mark was closed, and then at each of the next `PARSE_NEAR` tokens."""
+PARSE_NEAR = 16
 
-Read = Callable[[Sequence[int]], str]
+
+class News(NamedTuple):
+    """What may be read of a choice that was not before."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
 
 
 class StreamedText:
@@ -51,49 +65,70 @@ class StreamedText:
     """
 
     def __init__(
-        self, decode: Read, *, stops: Sequence[str] = (), content: Read | None = None, calls: bool = False
+        self,
+        decode: Callable[[Sequence[int]], str],
+        *,
+        stops: Sequence[str] = (),
+        parse: Callable[[Sequence[int]], Message] | None = None,
+        thought_end: Sequence[int] = (),
+        calls: bool = False,
     ) -> None:
-        """`stops`: texts that end the completion. `content`: of a chat, what is content in a turn of these tokens that
-        was cut off here; None: all text is. `calls`: whether the policy may call tools, in some formats by a turn that
-        is nothing but JSON."""
+        """`stops`: texts that end the completion. `parse`: of a chat, how a turn of these tokens reads that was cut off
+        here; None: all text is content. `thought_end`: the tokens of `</think>`; empty: thoughts and calls are not read
+        before the end. `calls`: whether the policy may call tools, in some formats by a turn that is nothing but
+        JSON."""
         self._decode = decode
         self._stops = stops
-        self._content = content
-        self._calls = calls
+        self._parse = parse
+        self._thought_end = thought_end
+        self._may_call = calls
         self.tokens: list[int] = []
         self.sure = ""
         """Text that later tokens cannot change."""
         self._context, self._decoded = 0, 0
         # The tokens up to `_decoded` are in `sure`. Those from `_context` on are decoded again with the new ones, which
         # are then not at a text's beginning.
-        self._begin: int | None = 0 if content is None else None  # where in `sure` the content begins, once it does
+        self._begin: int | None = 0 if parse is None else None  # where in `sure` the content begins, once it does
         self._sent = 0  # up to where in `sure` it was sent
+        self._thought: int | None = None  # where in `sure` a thought begins that goes on
+        self._reasoning = ""  # that was sent
+        self._calls: tuple[ToolCall, ...] = ()  # that were sent
         self._parsed = 0  # tokens, when the turn was last parsed
+        self._near = PARSE_EACH  # up to so many tokens it is parsed at each piece
         self.ended = False
         """A stop text was found: what is sampled from here on is not part of the answer."""
 
-    def add(self, tokens: Sequence[int]) -> str:
+    def add(self, tokens: Sequence[int]) -> News:
         """Tokens were sampled; no stop token is among them. Returns what may be read now, perhaps nothing."""
         if self.ended:
-            return ""
+            return News()
         before = len(self.sure)
         self._extend(tokens)
         end = self._before_stop(before)
-        if self._content is None:
-            return self._send(end)
+        if self.ended:  # all that is left is read of the whole turn
+            return News()
+        if self._parse is None:
+            return News(self._send(end))
+        reasoning, calls = "", self._new_calls(before)
         begin = self._begin
-        if begin is None and (begin := self._find_content(before)) is None:
-            return ""
-        end = begin + len(self.sure[begin : min(end, self._before_mark(begin))].rstrip())
-        if end <= begin or (self._calls and self.sure[begin] in "{["):
-            return ""
+        if begin is None:
+            begin, reasoning = self._find_content(before, end)
+        if begin is not None:
+            end = self._before_mark(begin, max(begin, self._sent), end)
+        if begin is None or end <= begin or (self._may_call and self.sure[begin] in "{["):
+            return News("", reasoning, calls)
         if self._begin is None:  # for good: what was sent is not taken back
             self._begin = self._sent = begin
-        return self._send(end)
+        return News(self._send(end), reasoning, calls)
 
-    def rest(self, content: str) -> str:
-        """What is still to be read of the complete answer's content. Raises as `_unsent`."""
-        return _unsent(content, "" if self._begin is None else self.sure[self._begin : self._sent])
+    def rest(self, said: Message) -> News:
+        """What is still to be read of the complete answer. Raises ApiError: it does not begin with what was sent: this
+        class does not know the chat format well enough."""
+        sent, calls = "" if self._begin is None else self.sure[self._begin : self._sent], len(self._calls)
+        same = said.content.startswith(sent) and said.reasoning.startswith(self._reasoning)
+        if not same or said.tool_calls[:calls] != self._calls:
+            raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
+        return News(said.content[len(sent) :], said.reasoning[len(self._reasoning) :], said.tool_calls[calls:])
 
     def _extend(self, tokens: Sequence[int]) -> None:
         self.tokens += tokens
@@ -123,35 +158,64 @@ class StreamedText:
             end = min(end, len(text) - next(parts, 0))
         return end
 
-    def _find_content(self, before: int) -> int | None:
-        """Where the content begins, as the renderer parses the turn so far. None: nowhere yet, or it is not the time to
-        parse, or a call has begun before it."""
-        assert self._content is not None
-        count, closes_a_mark = len(self.tokens), any(end in self.sure[before:] for end in ">]")
-        if count > PARSE_EACH and count < self._parsed * 17 // 16 and not closes_a_mark:
-            return None
-        self._parsed = count
-        whole = (self.sure + self._unsure()).rstrip()
-        content = self._content(self.tokens).rstrip()
-        begin = len(whole) - len(content)
-        if not content or begin >= len(self.sure) or not whole.endswith(content):
+    def _find_content(self, before: int, end: int) -> tuple[int | None, str]:
+        """Where the content begins, as the renderer parses the turn so far, and what is new of the thought before it.
+        None: nowhere yet, or it is not the time to parse, or a call has begun before it."""
+        assert self._parse is not None
+        count, begin = len(self.tokens), None
+        if any(mark in self.sure[before:] for mark in ">]"):
+            self._near = max(self._near, count + PARSE_NEAR)
+        if count <= self._near or count >= self._parsed * 17 // 16:
+            self._parsed = count
+            said = self._parse(self.tokens)
+            begin = self._tail(said.content)
+            if begin is not None and said.reasoning.startswith(self._reasoning):
+                new, self._reasoning = said.reasoning[len(self._reasoning) :], said.reasoning
+                return begin, new
+            if self._thought is None and said.reasoning and self._thought_end:
+                said = self._parse([*self.tokens, *self._thought_end])
+                self._thought = None if said.content else self._tail(said.reasoning)
+        if self._thought is None:
+            return begin, ""
+        start = self._thought + len(self._reasoning)
+        new = self.sure[start : self._before_mark(self._thought, start, end)]
+        self._reasoning += new
+        return begin, new
+
+    def _tail(self, part: str) -> int | None:
+        """Where this part of the turn, white space at its end apart, begins if it goes on up to the turn's end. None:
+        it does not, or there is a mark of a call before it."""
+        whole, part = (self.sure + self._unsure()).rstrip(), part.rstrip()
+        begin = len(whole) - len(part)
+        if not part or begin >= len(self.sure) or not whole.endswith(part):
             return None
         return None if any(mark["think"] is None for mark in _MARK.finditer(self.sure, 0, begin)) else begin
 
-    def _before_mark(self, begin: int) -> int:
-        """Length of the text before the first mark of the content, or before what may be the beginning of one."""
-        start = max(begin, self._sent)
+    def _new_calls(self, before: int) -> tuple[ToolCall, ...]:
+        """Calls that were closed, and are certain."""
+        closed = self.sure.find(CALL_END, max(0, before - len(CALL_END))) >= 0
+        if not (closed and self._may_call and self._thought_end):
+            return ()
+        assert self._parse is not None
+        now, later = (_readable(self._parse([*self.tokens, *end])) for end in ((), self._thought_end))
+        sent = len(self._calls)
+        if now != later or now[:sent] != self._calls:
+            return ()
+        self._calls = now
+        return now[sent:]
+
+    def _before_mark(self, begin: int, start: int, end: int) -> int:
+        """Where the text from `begin` on ends, at most at `end`: before the first mark or what may be the beginning of
+        one, and before white space. Up to `start` there is no mark."""
         if mark := _MARK.search(self.sure, start):
-            return mark.start()
-        begins = _MARK_BEGINS.search(self.sure, max(start, len(self.sure) - LONGEST_MARK - 2))
-        return len(self.sure) if begins is None else begins.start()
+            end = min(end, mark.start())
+        elif begins := _MARK_BEGINS.search(self.sure, max(start, len(self.sure) - LONGEST_MARK - 2)):
+            end = min(end, begins.start())
+        return begin + len(self.sure[begin:end].rstrip())
 
 
-def _unsent(text: str, sent: str) -> str:
-    """Raises ApiError: what was sent is not how it begins: this module does not know the chat format well enough."""
-    if not text.startswith(sent):
-        raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
-    return text[len(sent) :]
+def _readable(said: Message) -> tuple[ToolCall, ...]:
+    return tuple(call for call in said.tool_calls if not call.problem)
 
 
 class ChoiceReader:
@@ -165,16 +229,21 @@ class ChoiceReader:
         self._chat = prompt if isinstance(prompt, Chat) else None
         self._stop = call.stop
         self._renderer = renderer
+        self._thought_end: list[int] = []
+        if self._chat is not None:
+            with suppress(TaskError):  # a tokenizer that cannot write it has no thoughts
+                self._thought_end = renderer.encode(THOUGHT_END)
         self._text = StreamedText(
             renderer.decode,
             stops=call.stop,
-            content=None if self._chat is None else self._content_so_far,
+            parse=None if self._chat is None else lambda tokens: self._parse(tokens, FinishReason.LENGTH),
+            thought_end=self._thought_end,
             calls=self._chat is not None and bool(self._chat.tools),
         )
-        self._logprobs = call.logprobs
+        self._logprobs = call.logprobs is not None
         self._pieces: list[Piece] = []
         self._sent = 0  # pieces
-        self._reasoning, self._reasoning_sent = "", ""  # of the turn when it was last parsed
+        self._called = 0  # calls that were sent
 
     def read_next(self, what: Piece | Completion) -> Delta | None:
         """The delta that can be sent after these tokens; None: nothing yet. The last one has the complete choice: after
@@ -182,14 +251,13 @@ class ChoiceReader:
         if isinstance(what, Completion):
             return self.finish(what)
         self._pieces.append(what)
-        text = self._text.add(what.token_ids.tolist())
+        news = self._text.add(what.token_ids.tolist())
         if self._text.ended:
             sampled = sampled_arrays(*self._pieces)
             return self.finish(Completion(request_id=self._request_id, finish_reason=FinishReason.LENGTH, **sampled))
-        if self._sent and not text:
+        if self._sent and not any(news):
             return None
-        new = Piece.join(self._pieces[self._sent :])
-        delta = self._delta(text, new.token_ids, new.logprobs)
+        delta = self._delta(news, Piece.join(self._pieces[self._sent :]))
         self._sent = len(self._pieces)
         return delta
 
@@ -198,8 +266,8 @@ class ChoiceReader:
         that was sent."""
         choice = self.read(completion)
         sent = self._pieces[self._sent - 1].end if self._sent else 0
-        rest = self._text.rest(choice.message.content)
-        return self._delta(rest, choice.completion.token_ids[sent:], choice.completion.logprobs[sent:], choice)
+        rest = Piece(request_id="", offset=sent, **sampled_arrays(choice.completion, start=sent))
+        return self._delta(self._text.rest(choice.message), rest, choice)
 
     def read(self, completion: Completion) -> Choice:
         """Find the end of a completion, and in a chat what was said."""
@@ -210,51 +278,62 @@ class ChoiceReader:
         cut = self._first_stop(text)
         ended_by = text[cut:] or self._renderer.decode(tokens[len(turn) :])
         if cut < len(text):
-            count = self._tokens_until_stop(turn)
-            tokens, turn, text, stopped = tokens[:count], turn[:count], text[:cut], True
+            end = self._tokens_until_stop(turn)
+            tokens, turn, text, stopped = tokens[:end], turn[:end], text[:cut], True
             # its last token is no stop token
-            completion = replace(completion, finish_reason=FinishReason.LENGTH, **sampled_arrays(completion, end=count))
+            completion = replace(completion, finish_reason=FinishReason.LENGTH, **sampled_arrays(completion, end=end))
         message = Message("assistant", text)
         if self._chat is not None:
             # Without its stop token a turn is read as one that was cut, which is what it is after a stop text.
             ended = len(tokens) > len(turn) and tokens[-1] in self._renderer.stop_token_ids
             message = self._parse(tokens if ended else turn, FinishReason.STOP if ended else FinishReason.LENGTH)
             content = message.content + "".join(call.raw for call in message.tool_calls)
+            if message.reasoning and not content and not message.tool_calls:
+                # A thought that was cut off reads as if it had ended there; some formats strip only one that ended.
+                thought = self._parse([*turn, *self._thought_end], FinishReason.LENGTH)
+                message = message if thought.content else thought
             message = message._replace(
                 content=content[: self._first_stop(content)],
-                tool_calls=tuple(call for call in message.tool_calls if not call.problem),
+                reasoning=message.reasoning[: self._first_stop(message.reasoning)],
+                tool_calls=_readable(message),
             )
         stop_text = next((stop for stop in self._stop if ended_by.startswith(stop)), "")
         return Choice(completion=completion, message=message, stopped=stopped, stop_text=stop_text)
-
-    def _content_so_far(self, tokens: Sequence[int]) -> str:
-        message = self._parse(tokens, FinishReason.LENGTH)
-        self._reasoning = message.reasoning
-        return message.content
 
     def _parse(self, tokens: Sequence[int], reason: FinishReason) -> Message:
         assert self._chat is not None
         return self._renderer.parse(tokens, reason, self._prompt, self._chat.tools)
 
-    def _delta(self, text: str, tokens: np.ndarray, logprobs: np.ndarray, choice: Choice | None = None) -> Delta:
+    def _delta(self, news: News, new: Piece, choice: Choice | None = None) -> Delta:
+        first_call, self._called = self._called, self._called + len(news.calls)
+        calls = [
+            call._replace(id=call.id or f"call-{self._request_id}-{number}")
+            for number, call in enumerate(news.calls, first_call)
+        ]
+        tokens: list[int] = new.token_ids.tolist()
+        tops = [] if new.top_logprobs is None else new.top_logprobs.tolist()
         return Delta(
             index=self._index,
             first=not self._sent,
             prompt=self._prompt,
-            reasoning=self._rest_of_reasoning(self._reasoning if text else "", choice),
-            text=text,
-            tokens=tokens.tolist(),
-            token_texts=[self._renderer.decode([token]) for token in tokens.tolist()] if self._logprobs else [],
+            reasoning=news.reasoning,
+            text=news.text,
+            calls=calls,
+            first_call=first_call,
+            tokens=tokens,
+            token_bytes=[*map(self._bytes, tokens, count(new.offset))] if self._logprobs else [],
             # not `max`, which may return NaN
-            logprobs=[each if each > LOWEST_LOGPROB else LOWEST_LOGPROB for each in logprobs.tolist()],
+            logprobs=[each if each > LOWEST_LOGPROB else LOWEST_LOGPROB for each in new.logprobs.tolist()],
+            top_logprobs=[
+                [(self._bytes(token, place), logprob) for token, logprob in top if logprob > LOWEST_LOGPROB]
+                for place, top in enumerate(tops, new.offset)
+            ],
             choice=choice,
         )
 
-    def _rest_of_reasoning(self, reasoning: str, choice: Choice | None) -> str:
-        """All of it goes out with the first text, or at the end. Raises as `_unsent`."""
-        sent = self._reasoning_sent
-        self._reasoning_sent = choice.message.reasoning if choice is not None else reasoning or sent
-        return _unsent(self._reasoning_sent, sent)
+    def _bytes(self, token: int, place: int) -> bytes:
+        text = HALF if place else self._renderer.decode([token])  # some tokenizers begin a text in another way
+        return self._renderer.token_bytes(token) if HALF in text else text.encode()
 
     def _first_stop(self, text: str) -> int:
         """Where the first stop text begins; the text's length where there is none."""

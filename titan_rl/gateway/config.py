@@ -26,6 +26,8 @@ class GatewayConfig:
     """Name under which the policy is listed, and which requests must give."""
     max_body_bytes: Count = 8 << 20
     """A longer request body is refused (413), and not kept while it is read."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins, such as `https://chat.example`, whose pages a browser may let call the gateway; `*`: all."""
     max_choices: Count = 128
     """Completions that one call may ask for (`n` times its prompts)."""
 

@@ -5,7 +5,6 @@ is its `call`, in terms of the policy.
 """
 
 import json
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -13,15 +12,15 @@ from pydantic import AfterValidator, Field, model_validator
 from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
-from titan_rl.gateway.bodies import MOST_MESSAGES, MOST_TOOLS, Many, ReturnedPart, Strict, text_of
+from titan_rl.gateway.bodies import MOST_TOOLS, Many, ReturnedPart, Strict, Turns, text_of
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
-from titan_rl.one_line import sendable
 from titan_rl.types import Message, ToolSpec
 
-DEFAULT_COMPLETION_TOKENS = 16
-"""Of text completions, as OpenAI has it."""
+COMPLETION_TOKENS = 16
+"""Default of text completions, as OpenAI has it."""
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Texts = Annotated[bodies.Stop | bodies.Stops, AfterValidator(lambda text: [text] if isinstance(text, str) else text)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
@@ -44,7 +43,7 @@ class Request(Strict):
     prompt_cache_retention: str | None = None
 
     model: bodies.ModelName
-    user: Annotated[str, Field(max_length=1024)] | None = None
+    role: Annotated[str, Field(max_length=1024)] | None = Field(None, alias="user")
     """Of a run's program: the role whose turn this is."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -57,8 +56,8 @@ class Sampling(Request):
 
     reasoning_effort: str | None = None
     """A hint: the policy thinks as it has learned to."""
-    n: Annotated[int, Field(ge=1, le=1024)] | None = None
-    stop: bodies.Stop | bodies.Stops | None = None
+    choices: bodies.Choices | None = Field(None, alias="n")
+    stop: Texts | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
     ignore_eos: bool | None = None
     seed: bodies.Seed | None = None
@@ -72,23 +71,6 @@ class Sampling(Request):
     return_token_ids: bool | None = None
     """Add `prompt_token_ids` and every choice's `token_ids` to the answer."""
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] | None = None
-
-    def _call(
-        self, call_id: str, prompts: list[Chat | str | list[int]], max_new_tokens: int | None, *, logprobs: bool
-    ) -> CompletionCall:
-        return CompletionCall(
-            id=call_id,
-            prompts=prompts,
-            choices=self.n or 1,
-            max_new_tokens=max_new_tokens,
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop or (),
-            stop_token_ids=self.stop_token_ids or (),
-            ignore_eos=bool(self.ignore_eos),
-            seed=self.seed,
-            logprobs=logprobs,
-            role=sendable(self.user or ""),
-            drawing=bodies.drawing(self),
-        )
 
 
 class Unwrapped(Strict):
@@ -146,8 +128,6 @@ class ChatOptions(Strict):
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     """False: at most one call in a turn."""
-    top_logprobs: Literal[0] | None = None
-    """Engines report the logprob of the token that was sampled, of no other."""
 
     def specs(self) -> list[ToolSpec]:
         declared = [] if self.tool_choice == "none" else self.tools or []
@@ -231,20 +211,25 @@ ChatMessage = Annotated[ClientMessage | AssistantMessage | ToolMessage, Field(di
 
 
 class ChatCompletionRequest(Sampling, ChatOptions):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Turns[ChatMessage]
     max_tokens: bodies.Count | None = None
-    max_completion_tokens: bodies.Count | None = None
+    max_new_tokens: bodies.Count | None = Field(None, alias="max_completion_tokens")
     """Default: all that the model's length leaves."""
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=types.MOST_TOP)] | None = None
+    """At each place, of the likeliest tokens too. In the distribution that is drawn from, as all logprobs."""
     response_format: Format | None = None
     """Of the content. Beside tools the answer is either that, or calls."""
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     def call(self, call_id: str) -> CompletionCall:
-        chat = Chat([message.message() for message in self.messages], self.specs())
-        most = self.max_completion_tokens or self.max_tokens
-        call = self._call(call_id, [chat], most, logprobs=bool(self.logprobs))
-        return replace(call, answer=self.answer(self.response_format))
+        logprobs = self.top_logprobs or 0 if self.logprobs else None
+        if self.top_logprobs and not self.logprobs:
+            problem = "top_logprobs: it needs logprobs, which must be true"
+            raise ApiError(400, problem, param="top_logprobs", code="invalid_request")
+        chat = Chat([each.message() for each in self.messages], self.specs())
+        answer = self.answer(self.response_format)
+        return bodies.call_of(call_id, [chat], self, "messages", answer=answer, logprobs=logprobs)
 
 
 class CompletionRequest(Sampling):
@@ -255,9 +240,11 @@ class CompletionRequest(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
     )
     """One text, several, the token ids of one prompt, or of several."""
-    max_tokens: bodies.Count | None = None
-    logprobs: Literal[0] | None = None
-    """0: of the sampled tokens. Engines report no others."""
+    max_new_tokens: Annotated[bodies.Count | None, AfterValidator(lambda count: count or COMPLETION_TOKENS)] = Field(
+        COMPLETION_TOKENS, alias="max_tokens"
+    )
+    logprobs: Annotated[int, Field(ge=0, le=types.MOST_TOP)] | None = None
+    """0: of the sampled tokens. Above: also of so many likeliest ones at each place."""
     echo: bool | None = None
     """The text begins with the prompt: of texts, and without `logprobs`, which engines have of sampled tokens only."""
     best_of: Literal[1] | None = None
@@ -269,5 +256,4 @@ class CompletionRequest(Sampling):
         prompts = [ids] if ids else [each for each in given if not isinstance(each, int)]
         if self.echo and (self.logprobs is not None or not all(isinstance(each, str) for each in prompts)):
             raise ApiError(400, "echo: only texts are echoed, without logprobs", param="echo", code="invalid_request")
-        most = self.max_tokens or DEFAULT_COMPLETION_TOKENS
-        return self._call(call_id, [*prompts], most, logprobs=self.logprobs is not None)
+        return bodies.call_of(call_id, prompts, self, "prompt", logprobs=self.logprobs)

@@ -4,13 +4,14 @@ whatever happens to it.
 
 from __future__ import annotations
 
+import codecs
 import json
 import time
 import uuid
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import ClassVar
 
 from fastapi import APIRouter, Request
@@ -18,21 +19,22 @@ from starlette.responses import Response
 
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
 from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy
+from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
 
 
 def routes(sampler: Sampler) -> APIRouter:
-    router = APIRouter(prefix="/v1")
+    router = APIRouter(prefix="/v1", route_class=JsonRoute)
     listed = {"id": sampler.policy.name, "object": "model", "created": int(time.time()), "owned_by": "titan_rl"}
     listed["max_model_len"] = sampler.policy.max_model_len  # as vLLM's server tells it
 
-    @router.post("/chat/completions")
+    @router.post("/chat/completions", responses=STREAMS)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
         return await respond(sampler, ChatAnswer(body, sampler.policy), request, body.model, stream=body.stream)
 
-    @router.post("/completions")
+    @router.post("/completions", responses=STREAMS)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """How the policy goes on with texts or token ids."""
         return await respond(sampler, TextAnswer(body, sampler.policy), request, body.model, stream=body.stream)
@@ -104,8 +106,7 @@ class TextAnswer(OpenAIAnswer):
 
     def __init__(self, body: CompletionRequest, policy: ServedPolicy) -> None:
         super().__init__(body, policy)
-        self._offsets: dict[int, int] = {}
-        """Of each choice: length of the text of the tokens that were written, each by itself."""
+        self._places: defaultdict[int, TokenPlaces] = defaultdict(TokenPlaces)
 
     def choice(self, delta: Delta) -> Json:
         content: Json = {"text": delta.text}
@@ -118,10 +119,14 @@ class TextAnswer(OpenAIAnswer):
         return self._choice_json(delta, content, None if self.body.logprobs is None else self._logprobs(delta))
 
     def _logprobs(self, delta: Delta) -> Json:
-        *offsets, end = accumulate(map(len, delta.token_texts), initial=self._offsets.get(delta.index, 0))
-        self._offsets[delta.index] = end
-        told: Json = {"tokens": delta.token_texts, "token_logprobs": delta.logprobs}
-        return {**told, "top_logprobs": None, "text_offset": offsets}
+        texts = [*map(token_text, delta.token_bytes)]
+        told: Json = {"tokens": texts, "token_logprobs": delta.logprobs, "top_logprobs": None}
+        if delta.top_logprobs:
+            sampled = zip(texts, delta.logprobs, delta.top_logprobs, strict=True)
+            told["top_logprobs"] = [
+                {**{token_text(each): value for each, value in top}, text: logprob} for text, logprob, top in sampled
+            ]
+        return {**told, "text_offset": [*map(self._places[delta.index].add, delta.token_bytes)]}
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -133,17 +138,17 @@ class ChatAnswer(OpenAIAnswer):
 
     def choice(self, delta: Delta) -> Json:
         content = {**self._content(delta), "refusal": None}
-        if "tool_calls" in content and not delta.text:
+        if delta.calls and not delta.text:
             content["content"] = None
         return self._choice_json(delta, {"message": content}, self._logprobs(delta))
 
     def events(self, delta: Delta) -> Iterable[Json]:
         content = self._content(delta)
+        for place, call in enumerate(content.get("tool_calls", ()), delta.first_call):
+            call["index"] = place
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        for number, call in enumerate(content.get("tool_calls", ())):
-            call["index"] = number
-        last = self._chunk(replace(delta, tokens=[], token_texts=[], logprobs=[]), {})
+        last = self._chunk(replace(delta, tokens=[], token_bytes=[], logprobs=[], top_logprobs=[]), {})
         return [self._chunk(replace(delta, choice=None), content), last] if content or delta.tokens else [last]
 
     def _chunk(self, delta: Delta, content: Json) -> Json:
@@ -153,16 +158,36 @@ class ChatAnswer(OpenAIAnswer):
         content: Json = {"role": "assistant", "content": ""} if delta.first else {}
         content |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
         content |= {"content": delta.text} if delta.text else {}
-        called = [(call.id, {"name": call.name, "arguments": json.dumps(call.arguments)}) for call in self.calls(delta)]
+        called = [(call.id, {"name": call.name, "arguments": json.dumps(call.arguments)}) for call in delta.calls]
         calls = [{"id": call_id, "type": "function", "function": function} for call_id, function in called]
         return {**content, "tool_calls": calls} if calls else content
 
     def _logprobs(self, delta: Delta) -> Json | None:
         if not self.body.logprobs:
             return None
-        return {
-            "content": [
-                {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, logprob in zip(delta.token_texts, delta.logprobs, strict=True)
-            ]
-        }
+        sampled = map(_logprob, delta.token_bytes, delta.logprobs)
+        told = zip(sampled, delta.top_logprobs or [[]] * len(delta.tokens), strict=True)
+        return {"content": [{**each, "top_logprobs": [_logprob(*one) for one in top]} for each, top in told]}
+
+
+def _logprob(token: bytes, logprob: float) -> Json:
+    return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}
+
+
+def token_text(token: bytes) -> str:
+    """Bytes that are no character by themselves are written as `\\xf0`, as OpenAI does."""
+    return token.decode(errors="backslashreplace")
+
+
+class TokenPlaces:
+    """Where in its text each token of a completion begins; one that goes on with a character, where that begins."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def add(self, token: bytes) -> int:
+        pending, _ = self._decoder.getstate()
+        place = self._length + bool(pending and token and not 0x80 <= token[0] < 0xC0)  # it will never be a character
+        self._length += len(self._decoder.decode(token))
+        return place

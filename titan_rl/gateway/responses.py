@@ -1,6 +1,7 @@
 """OpenAI's Responses: items in, items or events out.
 
-- The items of an answer, given back, are one turn of the policy: reasoning, then a message, then calls.
+- The items of an answer, given back, are one turn of the policy: reasoning, then a message, then calls, and behind them
+  what a stream found there.
 - What is stored belongs to the key that asked for it. Nobody can tell what others have stored from what never was.
 - What goes on from a stored response goes on from that very turn.
 """
@@ -20,12 +21,12 @@ from starlette.responses import Response
 
 from titan_rl import types
 from titan_rl.gateway import bodies, openai_protocol
-from titan_rl.gateway.answers import Answer, Json, respond, to_json
+from titan_rl.gateway.answers import Json, PartedAnswer, respond, to_json
 from titan_rl.gateway.bodies import Hint, Many, ReturnedPart, Strict, text_of
 from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
+from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
-from titan_rl.one_line import sendable
 from titan_rl.types import Message
 
 STORED_BYTES = 256 << 20
@@ -87,8 +88,9 @@ def messages_of(items: Iterable[Item]) -> list[Message]:
     messages: list[Message] = []
     turn: list[Message] = []  # its parts so far
     for part in (item.message() for item in items):
-        said = any(each.content or each.tool_calls for each in turn)
-        if part.role != "assistant" or (said and not part.tool_calls):
+        said, called = any(each.content for each in turn), any(each.tool_calls for each in turn)
+        new = part.reasoning if called else said and not part.tool_calls
+        if part.role != "assistant" or new:
             messages += bodies.joined(turn)
             turn = []
         (turn if part.role == "assistant" else messages).append(part)
@@ -102,6 +104,7 @@ class TextOptions(Strict):
 
 class ResponsesRequest(openai_protocol.Request, openai_protocol.ChatOptions):
     reasoning: Hint = None
+    top_logprobs: Literal[0] | None = None
     max_tool_calls: Hint = None
     """Of tools that a server calls; there are none."""
     include: list[Literal["reasoning.encrypted_content"]] | None = None
@@ -109,7 +112,7 @@ class ResponsesRequest(openai_protocol.Request, openai_protocol.ChatOptions):
     instructions: str | None = None
     input: str | Many[Item]
     previous_response_id: str | None = None
-    max_output_tokens: bodies.Count | None = None
+    max_new_tokens: bodies.Count | None = Field(None, alias="max_output_tokens")
     """Default: all that the model's length leaves."""
     text: TextOptions | None = None
     background: Literal[False] | None = None
@@ -122,8 +125,7 @@ class ResponsesRequest(openai_protocol.Request, openai_protocol.ChatOptions):
         """`messages`: all but the instructions."""
         system = [Message("system", self.instructions)] if self.instructions else []
         chat, form = Chat([*system, *messages], self.specs()), self.answer(self.text.format if self.text else None)
-        most, role = self.max_output_tokens, sendable(self.user or "")
-        return bodies.chat_call(call_id, chat, form, self, max_new_tokens=most, role=role)
+        return bodies.call_of(call_id, [chat], self, "input", answer=form)
 
 
 class Stored(NamedTuple):
@@ -156,10 +158,10 @@ class ResponseStore:
 
 
 def routes(sampler: Sampler) -> APIRouter:
-    router = APIRouter(prefix="/v1/responses")
+    router = APIRouter(prefix="/v1/responses", route_class=JsonRoute)
     store = ResponseStore()
 
-    @router.post("")
+    @router.post("", responses=STREAMS)
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
         """What the policy says next in a conversation."""
         caller, messages = request.scope[CALLER], body.messages()
@@ -178,14 +180,14 @@ def routes(sampler: Sampler) -> APIRouter:
     return router
 
 
-TOLD = {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
-TOLD |= {"store", "temperature", "text", "tool_choice", "tools", "top_p", "user"}
+TOLD = {"instructions", "max_new_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
+TOLD |= {"store", "temperature", "text", "tool_choice", "tools", "top_p", "role"}
 """Fields of a body that its response repeats."""
-PARTS = {"reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text")}
-"""Kind of an item → how its id begins, and what its content is."""
+ITEMS = {"thinking": ("reasoning", "rs", "reasoning_text"), "text": ("message", "msg", "output_text")}
+"""Kind of a part → of its item, how that one's id begins, and what its content is."""
 
 
-class ResponseAnswer(Answer):
+class ResponseAnswer(PartedAnswer):
     def __init__(
         self, body: ResponsesRequest, messages: list[Message], model: str, keep: Callable[[list[Message], Json], None]
     ) -> None:
@@ -201,7 +203,8 @@ class ResponseAnswer(Answer):
         self._events = 0
         self._output: list[Json] = []
         """The items that were begun, each as its last event has it."""
-        self._open, self._text = "", ""  # kind and text of the last one, while it grows
+        self._text, self._item_id = "", ""  # of the last one, while it grows
+        self._calls: list[types.ToolCall] = []
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         *_, last = self.events(deltas[0])
@@ -211,22 +214,24 @@ class ResponseAnswer(Answer):
         if delta.first:
             yield self._event("created", response=self._head)
             yield self._event("in_progress", response=self._head)
-        if delta.reasoning:
-            yield from self._write("reasoning", delta.reasoning)
-        if delta.text or delta.is_empty:
-            yield from self._write("message", delta.text)
+        status = "completed" if delta.choice is None or delta.choice.stopped else "incomplete"
+        for step, what in self.steps(delta):
+            match step:
+                case "begin":
+                    self._text, self._item_id = "", self._new_id(ITEMS[what][1])
+                    yield self._item_event("added", {**self._item("in_progress"), "content": []})
+                    yield self._part_event("content_part.added", part=self._part())
+                case "write":
+                    self._text += what
+                    yield self._text_event("delta", delta=what)
+                case "end":
+                    yield self._text_event("done", text=self._text)
+                    yield self._part_event("content_part.done", part=self._part())
+                    yield self._item_event("done", self._item(status))
+                case "call":
+                    yield from self._call_events(what)
         if delta.choice is None:
             return
-        status = "completed" if delta.choice.stopped else "incomplete"
-        yield from self._close(status)
-        for number, call in enumerate(calls := self.calls(delta)):
-            arguments, item_id = json.dumps(call.arguments), f"{self._id('fc')}_{number}"
-            item = {"id": item_id, "type": "function_call", "call_id": call.id, "name": call.name}
-            place = {"output_index": len(self._output), "item_id": item_id}
-            yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
-            yield self._event("function_call_arguments.delta", **place, delta=arguments)
-            yield self._event("function_call_arguments.done", **place, name=call.name, arguments=arguments)
-            yield self._item_event("done", {**item, "arguments": arguments, "status": "completed"})
         prompt, sampled = self.call.usage["prompt_tokens"], self.call.usage["completion_tokens"]
         usage = {"input_tokens": prompt, "input_tokens_details": {"cached_tokens": 0}, "output_tokens": sampled}
         usage |= {"output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": prompt + sampled}
@@ -234,12 +239,22 @@ class ResponseAnswer(Answer):
         if not delta.choice.stopped:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._keep is not None:
-            self._keep([*self._messages, delta.choice.message._replace(tool_calls=tuple(calls))], response)
+            self._keep([*self._messages, delta.choice.message._replace(tool_calls=tuple(self._calls))], response)
         yield self._event(status, response=response)
 
     def error_event(self, error: ApiError) -> Json:
         told = self._event("error", code=error.code, message=error.message, param=error.param)
         return {**told, "type": "error"}
+
+    def _call_events(self, call: types.ToolCall) -> Iterator[Json]:
+        arguments, item_id = json.dumps(call.arguments), self._new_id("fc")
+        self._calls.append(call)
+        item = {"id": item_id, "type": "function_call", "call_id": call.id, "name": call.name}
+        place = {"output_index": len(self._output), "item_id": item_id}
+        yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
+        yield self._event("function_call_arguments.delta", **place, delta=arguments)
+        yield self._event("function_call_arguments.done", **place, name=call.name, arguments=arguments)
+        yield self._item_event("done", {**item, "arguments": arguments, "status": "completed"})
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._events += 1
@@ -252,37 +267,20 @@ class ResponseAnswer(Answer):
         return self._event(f"output_item.{kind}", output_index=len(self._output) - 1, item=item)
 
     def _part_event(self, kind: str, **fields: Any) -> Json:
-        place = {"item_id": self._id(PARTS[self._open][0]), "output_index": len(self._output) - 1, "content_index": 0}
+        place = {"item_id": self._item_id, "output_index": len(self._output) - 1, "content_index": 0}
         return self._event(kind, **place, **fields)
 
-    def _write(self, kind: str, text: str) -> Iterator[Json]:
-        if self._open != kind:
-            yield from self._close("completed")
-            self._open = kind
-            yield self._item_event("added", {**_item(kind, self._id(PARTS[kind][0]), "", "in_progress"), "content": []})
-            yield self._part_event("content_part.added", part=_part(kind, ""))
-        self._text += text
-        more: Json = {"logprobs": []} if kind == "message" else {}
-        yield self._part_event(f"{PARTS[kind][1]}.delta", delta=text, **more)
+    def _text_event(self, kind: str, **fields: Any) -> Json:
+        more: Json = {"logprobs": []} if self.open == "text" else {}
+        return self._part_event(f"{ITEMS[self.open][2]}.{kind}", **fields, **more)
 
-    def _close(self, status: str) -> Iterator[Json]:
-        """End the item whose text grows, if there is one."""
-        if kind := self._open:
-            more: Json = {"logprobs": []} if kind == "message" else {}
-            yield self._part_event(f"{PARTS[kind][1]}.done", text=self._text, **more)
-            yield self._part_event("content_part.done", part=_part(kind, self._text))
-            yield self._item_event("done", _item(kind, self._id(PARTS[kind][0]), self._text, status))
-            self._open = self._text = ""
+    def _new_id(self, prefix: str) -> str:
+        return f"{self.call.id.replace('resp', prefix)}_{len(self._output)}"
 
-    def _id(self, prefix: str) -> str:
-        return self.call.id.replace("resp", prefix)
+    def _part(self) -> Json:
+        more: Json = {"annotations": [], "logprobs": []} if self.open == "text" else {}
+        return {"type": ITEMS[self.open][2], "text": self._text, **more}
 
-
-def _part(kind: str, text: str) -> Json:
-    more: Json = {"annotations": [], "logprobs": []} if kind == "message" else {}
-    return {"type": PARTS[kind][1], "text": text, **more}
-
-
-def _item(kind: str, item_id: str, text: str, status: str) -> Json:
-    more: Json = {"role": "assistant", "status": status} if kind == "message" else {"summary": []}
-    return {"id": item_id, "type": kind, **more, "content": [_part(kind, text)]}
+    def _item(self, status: str) -> Json:
+        more: Json = {"role": "assistant", "status": status} if self.open == "text" else {"summary": []}
+        return {"id": self._item_id, "type": ITEMS[self.open][0], **more, "content": [self._part()]}

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.gateway.callers import Caller
-from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta, Fleet, ServedPolicy
+from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta, Fleet, ServedPolicy, api_error
 from titan_rl.gateway.choices import ChoiceReader
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
@@ -74,13 +74,12 @@ class Sampler:
         self, call: CompletionCall, caller: Caller, *, stream: bool
     ) -> AsyncIterator[tuple[list[ChoiceReader], SampleStream]]:
         """A reader per choice, and the stream of sampled tokens. The caller hears of failures inside the block."""
-        count = len(call.prompts) * call.choices
-        if count > self._max_choices:
-            problem = f"{len(call.prompts)} prompts × n = {call.choices} are more than {self._max_choices} completions"
-            raise ApiError(400, problem, param="n")
-        call.check_length(self.policy)
         requests: list[GenerationRequest] = []
         try:
+            if len(call.prompts) * call.choices > self._max_choices:
+                problem = f"{len(call.prompts)} prompts × {call.choices} choices are more than {self._max_choices}"
+                raise ApiError(400, problem)
+            call.check_length(self.policy)
             asked = await in_turn(self._thread, functools.partial(caller.asked, call))
             requests = caller.requests(call, asked)
             for option in caller.ignored_options(call):
@@ -90,6 +89,8 @@ class Sampler:
                 yield readers, sampled
         except Exception as error:
             caller.on_failure(error)
+            if (shown := api_error(error)).status == 400:
+                raise call.refused(shown) from error
             raise
         finally:
             caller.on_end(requests)

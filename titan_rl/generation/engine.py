@@ -8,7 +8,8 @@ Contract of every implementation, the same on all ranks of a generator:
 - `step` costs nothing per request that did not finish beyond what the engine itself computes, and `new_pieces`
   nothing per request that does not stream.
 - `served_shards` returns the memory that the next step computes with, never a copy.
-- With `sampling.support`, a completion says of each token which ids could be drawn there.
+- With `sampling.support`, a completion says of each token which ids could be drawn there. With `sampling.top_logprobs`
+  it tells the likeliest ones, in the distribution that the token was drawn from.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from titan_rl.errors import RequestError, RequestTooLong
 from titan_rl.support import Supports
-from titan_rl.types import NO_VERSION, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
+from titan_rl.types import MOST_TOP, NO_VERSION, TOP, Completion, FinishReason, GenerationRequest, Piece, PolicyVersion
 from titan_rl.weights.manifest import TensorShard
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Engine(ABC):
         self._clock = clock
         self._running: dict[str, RunningRequest] = {}  # oldest first
         self._streaming: dict[str, RunningRequest] = {}  # of those
-        self._recorded: dict[str, RunningRequest] = {}  # of those the ones that ask for supports
+        self._recorded: dict[str, RunningRequest] = {}  # of those the ones that ask for supports or likeliest tokens
         self._next_pieces = 0.0  # when requests that had a piece get the next one
         self._version = NO_VERSION  # encoded
 
@@ -151,7 +152,7 @@ class Engine(ABC):
         running = self._running[request.request_id] = RunningRequest(request, self._clock(), [(self._version, 0)])
         if request.streams:
             self._streaming[request.request_id] = running
-        if request.sampling.support:
+        if request.sampling.support or request.sampling.top_logprobs:
             self._recorded[request.request_id] = running
         return running
 
@@ -191,15 +192,16 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
     for name in ("max_new_tokens", "top_k", "min_new_tokens"):
         if not isinstance(getattr(sampling, name), (int, np.integer)):
             refuse(f"{name} must be an integer, got {getattr(sampling, name)!r}")
+    if not 0 <= sampling.top_logprobs <= MOST_TOP:
+        refuse(f"the logprobs of {sampling.top_logprobs} tokens were asked for, at most {MOST_TOP} are told")
     if not all(isinstance(number, (int, np.integer)) for number in (request.seed, *sampling.stop_token_ids)):
         refuse(f"the seed and stop_token_ids must be integers, got {request.seed!r} and {sampling.stop_token_ids!r}")
     if sampling.max_new_tokens < 1:
         refuse(f"max_new_tokens must be at least 1, got {sampling.max_new_tokens}")
     if len(prompt) + sampling.max_new_tokens > max_model_len:
-        raise RequestTooLong(
-            f"request {request.request_id!r}: {len(prompt)} prompt tokens and up to {sampling.max_new_tokens} new ones "
-            f"are more than max_model_len ({max_model_len})"
-        )
+        new = f"and {sampling.max_new_tokens} of max_new_tokens " if len(prompt) < max_model_len else ""
+        problem = f"{len(prompt)} prompt tokens {new}do not fit into max_model_len ({max_model_len})"
+        raise RequestTooLong(f"request {request.request_id!r}: {problem}")
     temperature = sampling.temperature
     if not math.isfinite(temperature) or temperature < 0 or 0 < temperature < LOWEST_TEMPERATURE:
         refuse(f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {temperature}")
@@ -248,6 +250,8 @@ class RunningRequest:
     """Tokens that pieces had."""
     supports: dict[int, np.ndarray] = field(default_factory=dict)
     """By index of the token, where it was not drawn from the whole vocabulary; kept only where that is asked for."""
+    tops: list[np.ndarray] = field(default_factory=list)
+    """As `Completion.top_logprobs`, of each token; kept only where that is asked for."""
 
     def add(self, token: int, logprob: float, now: float) -> None:
         """Add the token of one step."""
@@ -255,6 +259,12 @@ class RunningRequest:
             self.first_at = now
         self.tokens.append(token)
         self.logprobs.append(logprob)
+
+    def add_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Tell the likeliest tokens at the next place, at least as many as are asked for or there are: [n] each."""
+        top = np.empty(min(self.request.sampling.top_logprobs, len(ids)), TOP)
+        top["token"], top["logprob"] = ids[: len(top)], logprobs[: len(top)]
+        self.tops.append(top)
 
     def new_piece(self) -> Piece:
         """The tokens since the piece before."""
@@ -279,9 +289,15 @@ class RunningRequest:
         versions = np.empty(len(self.tokens) - start, dtype=np.int64)
         for version, first in self.spans:
             versions[max(first - start, 0) :] = version
+        tops = self.tops[start : len(self.tokens)]
         return {
             "token_ids": np.array(self.tokens[start:], dtype=np.int32),
             "logprobs": np.array(self.logprobs[start:], dtype=np.float32),
             "versions": versions,
             "supports": Supports.of(self.supports, start, len(self.tokens)),
+            "top_logprobs": np.stack(tops) if tops else None,
         }
+
+
+RunningRequests = Mapping[str, RunningRequest]
+"""By id."""

@@ -92,6 +92,8 @@ class SimulatedEngine(Engine):
             request, sampling = running.request, running.request.sampling
             position = len(request.prompt_token_ids) + len(running.tokens)
             token = simulated_token(request.seed, position, self._vocab_size)
+            if count := min(sampling.top_logprobs, self._vocab_size):
+                running.add_top((token + np.arange(count)) % self._vocab_size, np.full(count, self._logprob))
             running.add(token, self._logprob, now)
             sampled.append(token)
             stopped, cut = token in sampling.stop_token_ids, len(running.tokens) == sampling.max_new_tokens

@@ -128,6 +128,11 @@ def logprobs(model):
     assert all(token["logprob"] <= 0 for token in answer.response_metadata["logprobs"]["content"])
 
 
+def top_logprobs(model):
+    answer = model.bind(logprobs=True, top_logprobs=2, max_tokens=8).invoke(USER)
+    assert all(len(token["top_logprobs"]) == 2 for token in answer.response_metadata["logprobs"]["content"])
+
+
 if __name__ == "__main__":
     flows = (
         text,
@@ -148,4 +153,4 @@ if __name__ == "__main__":
     )
     chat = ChatOpenAI(model=MODEL)
     play(*flows, over={"chat": chat, "responses": ChatOpenAI(model=MODEL, use_responses_api=True)})
-    play(several, logprobs, over={"chat": chat})
+    play(several, logprobs, top_logprobs, over={"chat": chat})

@@ -40,6 +40,11 @@ def several(to):
     assert len(litellm.completion(messages=USER, max_tokens=16, n=3, **to).choices) == 3
 
 
+def top_logprobs(to):
+    answer = litellm.completion(messages=USER, max_tokens=8, logprobs=True, top_logprobs=2, **to)
+    assert all(len(token.top_logprobs) == 2 for token in answer.choices[0].logprobs.content)
+
+
 def tools_auto(to):
     litellm.completion(messages=USER, tools=[ADD], max_tokens=64, **to)
 
@@ -101,7 +106,7 @@ async def anthropic_messages_tool(to):
 
 
 if __name__ == "__main__":
-    flows = text, stream, asynchronous, several, tools_auto, tool_required, tool_named, tool_conversation
+    flows = text, stream, asynchronous, several, top_logprobs, tools_auto, tool_required, tool_named, tool_conversation
     play(*flows, structured, json_object, reasoning_effort, over={"openai": OPENAI, "hosted_vllm": VLLM})
     anthropic = {**OPENAI, "api_base": URL.removesuffix("/v1"), "model": f"anthropic/{MODEL}"}
     play(responses, responses_streamed, over={"openai": OPENAI})

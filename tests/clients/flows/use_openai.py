@@ -71,6 +71,13 @@ def logprobs():
     assert all(token.logprob <= 0 for token in tokens)
 
 
+def top_logprobs():
+    for token in chat(logprobs=True, top_logprobs=3, max_tokens=8).choices[0].logprobs.content:
+        found = [each.logprob for each in token.top_logprobs]
+        assert len(found) == 3
+        assert found == sorted(found, reverse=True)
+
+
 def tools_auto():
     chat(tools=[ADD, WAIT], tool_choice="auto", max_tokens=64)
 
@@ -193,6 +200,7 @@ if __name__ == "__main__":
         stream_helper,
         several_with_a_seed,
         logprobs,
+        top_logprobs,
         tools_auto,
         tool_required,
         tool_named,

@@ -21,6 +21,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.request import Request
 
 from titan_rl.generation.config import ANY_ORDER_RANKS, GeneratorConfig
+from titan_rl.generation.engine import RunningRequests
 
 
 class Sampled(NamedTuple):
@@ -50,11 +51,15 @@ def cuda_arguments(config: GeneratorConfig) -> dict[str, Any]:
 class OverlappedSteps:
     """Takes the steps of one engine."""
 
-    def __init__(self, client: EngineCoreClient, core: EngineCore, requests: Mapping[str, Request]) -> None:
-        """`client`: of `core`, in this process. `requests`: all that run, by id."""
+    def __init__(
+        self, client: EngineCoreClient, core: EngineCore, requests: Mapping[str, Request], recorded: RunningRequests
+    ) -> None:
+        """`client`: of `core`, in this process. `requests`: all that run, by id. `recorded`: those of them that ask for
+        likeliest tokens."""
         self._client = client
         self._core = core
         self._requests = requests
+        self._recorded = recorded
 
     def step(self) -> Sampled:
         """Dispatch a step and wait for the one before it, if there is one."""
@@ -77,6 +82,9 @@ class OverlappedSteps:
                 sampled.requests.append(request)
                 sampled.tokens.extend(output.new_token_ids)
                 sampled.logprobs.append(float(output.new_logprobs.logprobs[0, 0]))
+                if (running := self._recorded.get(output.request_id)) is not None:
+                    told = output.new_logprobs  # first the sampled token, then the likeliest
+                    running.add_top(told.logprob_token_ids[0, 1:], told.logprobs[0, 1:])
             if output.finished:
                 sampled.ended.append(request)
         return sampled

@@ -140,7 +140,7 @@ class VllmEngine(Engine):
 
     def _make_stepper(self, core: EngineCore) -> OwnSteps | OverlappedSteps:
         if self._device == "cuda":
-            return OverlappedSteps(self._client, core, self._requests)
+            return OverlappedSteps(self._client, core, self._requests, self._recorded)
         from titan_rl.generation.vllm.steps import OwnSteps
 
         return OwnSteps(core, self._worker.model_runner, self._running, self._recorded)
@@ -295,7 +295,7 @@ class VllmEngine(Engine):
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            logprobs=0,
+            logprobs=min(sampling.top_logprobs, self._vocab_size) if isinstance(self._stepper, OverlappedSteps) else 0,
             ignore_eos=True,
             detokenize=False,
         )

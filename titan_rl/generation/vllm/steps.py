@@ -19,12 +19,12 @@ vLLM keeps a random generator per seeded request, whose state depends on where t
 noise of a token is hashed from the request's seed, the token's position in the sequence (prompt included) and its id: a
 completion that goes on elsewhere, with its tokens as part of the prompt, meets the noise that it would have met. It is
 Gumbel noise, and the token is the argmax of logits plus noise, which is exact sampling from the softmax. A row never
-looks at another row. For requests that ask, logits that are -inf after all masks and truncation are recorded.
+looks at another row. For requests that ask, logits that are -inf after all masks and truncation are recorded, and the
+likeliest tokens with their logprobs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +40,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from titan_rl.generation.engine import RunningRequest
+from titan_rl.generation.engine import RunningRequests
 from titan_rl.generation.vllm.cuda import Sampled
 from titan_rl.support import encode_support
 from titan_rl.weights.fingerprint import STEP, mix
@@ -161,15 +161,9 @@ class StepScheduler(Scheduler):
 class OwnSteps:
     """Takes the steps of one engine: itself where there is nothing to decide, else by vLLM's scheduler and runner."""
 
-    def __init__(
-        self,
-        core: EngineCore,
-        runner: Any,
-        running: Mapping[str, RunningRequest],
-        recorded: Mapping[str, RunningRequest],
-    ) -> None:
+    def __init__(self, core: EngineCore, runner: Any, running: RunningRequests, recorded: RunningRequests) -> None:
         """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
-        no seeds. `recorded`: those of them whose supports are kept."""
+        no seeds. `recorded`: those of them that ask for supports or likeliest tokens."""
         self._scheduler: Any = core.scheduler  # a StepScheduler
         self._executor: Any = core.model_executor
         self._runner = runner
@@ -287,14 +281,25 @@ class OwnSteps:
 
 
 class SeededSampling:
-    """Takes the place of vLLM's sampler of random rows in one model runner."""
+    """Takes the place of vLLM's sampler of random rows in one model runner, and records what requests ask for."""
 
-    def __init__(
-        self, runner: Any, running: Mapping[str, RunningRequest], recorded: Mapping[str, RunningRequest]
-    ) -> None:
+    def __init__(self, runner: Any, running: RunningRequests, recorded: RunningRequests) -> None:
         self._batch = runner.input_batch
         self._running, self._recorded = running, recorded
         runner.sampler.topk_topp_sampler.forward = self._forward
+        self._stock_sample, runner.sampler.sample = runner.sampler.sample, self._sample
+
+    def _sample(self, logits: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+        """See vLLM's `Sampler.sample`: one token per row, greedy rows too, and the logprobs [N, V] of all tokens."""
+        drawn, logprobs = self._stock_sample(logits, *options)
+        if self._recorded:
+            for row, request_id in enumerate(self._batch.req_ids[: len(drawn)]):
+                running = self._recorded.get(request_id)
+                if running is not None and (count := min(running.request.sampling.top_logprobs, logprobs.shape[1])):
+                    values, ids = logprobs[row].topk(count)
+                    del running.tops[len(running.tokens) :]
+                    running.add_top(ids.numpy(), values.numpy())
+        return drawn, logprobs
 
     def _forward(
         self, logits: Tensor, generators: dict[int, Any], k: Tensor | None, p: Tensor | None
@@ -306,7 +311,7 @@ class SeededSampling:
         if self._recorded:
             possible = logits.numpy() != -np.inf
             for row, request_id in enumerate(self._batch.req_ids[:rows]):
-                if (running := self._recorded.get(request_id)) is not None:
+                if (running := self._recorded.get(request_id)) is not None and running.request.sampling.support:
                     running.supports[len(running.tokens)] = encode_support(possible[row])
         logprobs = logits.log_softmax(dim=-1, dtype=torch.float32)
         keys = torch.from_numpy(noise_keys(seeds, self._batch.num_tokens_no_spec[:rows]))
