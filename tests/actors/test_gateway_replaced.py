@@ -92,6 +92,7 @@ async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs
     gateway = GatewayClient(start_seconds=SECONDS)
     gateway.replace([parts.gateway(config)])
     (pid,) = await gateway.setup(router=parts.router)
+    url = gateway.url
     rollouts = await parts.worker(gateway)
     await parts.route("hold")
     play = asyncio.create_task(rollouts.run_group(group(1)))
@@ -102,6 +103,7 @@ async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs
     await rollouts.held()  # the worker has begun it
     gateway.replace([parts.gateway(config)])
     await gateway.setup(router=parts.router)
+    assert gateway.url == url
     await rollouts.workers[0].set_peers(router=parts.router, gateway=gateway.actor)
     with pytest.raises(GatewayGone):
         await play
@@ -120,7 +122,7 @@ async def test_rollouts_under_which_a_part_died_are_lost_whatever_their_programs
 
 
 @pytest.mark.parametrize("rollout_keys", [True, False])
-async def test_only_a_gateway_whose_clients_know_its_port_needs_that_one_again(
+async def test_where_its_port_was_taken_a_gateway_of_rollouts_takes_another_one(
     parts: Parts, rollout_keys: bool
 ) -> None:
     config = GatewayConfig(port=0, rollout_keys=rollout_keys)

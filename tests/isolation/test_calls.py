@@ -285,14 +285,14 @@ async def test_an_environment_that_cannot_be_made_says_why(cls, options, error, 
 
 async def test_it_says_what_the_environment_is():
     async with environment(size=7, held_out=100) as process:
-        assert process.info == (7, 3, False, (), False, False, frozenset())
+        assert process.info == (7, 3, False, (), False, False, False, frozenset())
         asked = await process.call(UserCall(CallKind.EXAMPLE, Purpose.TRAIN, 7 + 2))
         assert asked == ExamplePrompt((Message("user", "2="),))  # the stream starts over; the answer stays where it is
         assert await process.call(score(2, Purpose.EVALUATE))
         with pytest.raises(TaskError, match="no held-out prompt 3"):
             await process.call(score(3, Purpose.EVALUATE))
     async with environment("Countdown", size=7, prompts=4) as process:
-        assert process.info == (4, 0, True, (), False, False, frozenset())
+        assert process.info == (4, 0, True, (), False, False, False, frozenset())
 
 
 async def test_closing_fails_the_calls_that_wait(heard):

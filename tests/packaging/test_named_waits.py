@@ -17,6 +17,8 @@ PACKAGE = Path(__file__).resolve().parents[2] / "titan_rl"
 
 ENDED_BY = {
     "playing/try_task.py:_line": "the next line that the person types, or the end of the input",
+    "rollout/group_runner.py:play": "user code cleans up, which has a bound for each call",
+    "rollout/rollouter.py:_call": "user code answers, which has a bound for each call",
     "rpc/connection.py:_until_ended": "Monarch ends the call with the process of the actor",
     "rpc/connection.py:_receive": "`_until_ended` cancels it, when the actor or its process is gone",
     "rpc/connection.py:gone": "`_connect` ends with the process; who asked cancels it",

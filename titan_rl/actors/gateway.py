@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
-from titan_rl.errors import ActorFailed, ActorGone, GatewayGone, RequestLost, RolloutOver
+from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GatewayGone, RequestLost, RolloutOver
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.metrics.timeline import timeline
 from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
@@ -47,23 +47,26 @@ class Gateway(ConnectedActor):
         """Listen. Returns this process's id and the URL, without `/v1`. Raises ConfigError: the address cannot be
         listened on, or there is no renderer for the checkpoint.
 
-        `port`: of the gateway that this one replaces, which the clients of a service know; 0: it is the first. A
-        rollout is told the address.
+        `port`: of the gateway that this one replaces; 0: it is the first. Clients know that port. Where every rollout
+        is told the address, another one will do if it is taken.
         """
         # Imported here because workers and the controller import this module and do not need the server.
         from titan_rl.chat import make_renderer
         from titan_rl.gateway.app import GatewayServer
         from titan_rl.gateway.calls import ServedPolicy
 
-        config, listens = self._config, self._gateway
-        if port and not listens.rollout_keys:
-            listens = replace(listens, port=port)
+        config, listens = self._config, replace(self._gateway, port=port or self._gateway.port)
         renderer = make_renderer(config.rollout.renderer, self._model_path, config.rollout.renderer_kwargs)
         max_model_len = config.generator.max_model_len
         policy = ServedPolicy(name=listens.model, renderer=renderer, max_model_len=max_model_len)
         self._fleet.replace([router])
         timeline.follow(lambda: "generators" if self._fleet.waits else "programs")
-        self._server = GatewayServer(listens, self._fleet, policy, run_seed=config.seed)
+        try:
+            self._server = GatewayServer(listens, self._fleet, policy, run_seed=config.seed)
+        except ConfigError:
+            if not (port and listens.rollout_keys):
+                raise
+            self._server = GatewayServer(replace(listens, port=0), self._fleet, policy, run_seed=config.seed)
         return os.getpid(), self._server.url
 
     @endpoint
@@ -115,6 +118,7 @@ class GatewayClient(MeshClient):
         """Without `/v1`; known after `setup`."""
 
     async def _set_up(self, peers: dict[str, Any]) -> list[int]:
+        """Listen where the gateway before listened."""
         port = urlsplit(self.url).port or 0
         pid, self.url = await self.ranks[0].call(self.start_seconds, Gateway.setup, port=port, **peers)
         return [pid]

@@ -45,7 +45,7 @@ class ChatRenderer:
         values = dict(settings or {})
         try:
             default = renderers.config_from_name(name)
-            if hasattr(default, "thinking_retention"):
+            if hasattr(default, "thinking_retention") and name != "default":
                 # keep earlier thinking in the prompt: dropping it would change tokens that the policy sampled
                 values.setdefault("thinking_retention", "all")
             config = type(default)(**{**values, "name": name})

@@ -180,7 +180,9 @@ class OpenRollout:
         self.scored: Transcript | None = None  # the conversation that was last scored
         self._pool = pool
         self._programs = programs
+        self._cleans_up = info.cleans_up
         self._state: bytes | None = None
+        self._open_call: asyncio.Future[Any] | None = None
         self._answered = 0  # turns that the environment has answered
 
     @property
@@ -207,11 +209,10 @@ class OpenRollout:
         return self.trajectory.refused or StopReason.DONE
 
     async def respond(self) -> EnvironmentReply:
-        """The environment's answer to the conversation so far, whose messages the caller adds. Keeps the environment's
-        new state, and the reward and the role of the turn; where a conversation begins anew, the messages so far are
-        put aside. Raises TaskError if user code failed."""
+        """The environment's answer to the conversation so far, whose messages the caller adds. Keeps the reward and the
+        role of the turn; where a conversation begins anew, the messages so far are put aside. Raises TaskError if user
+        code failed."""
         reply: EnvironmentReply = await self._call(CallKind.RESPOND)
-        self._state = self._state if reply.state is None else reply.state
         turns = self.trajectory.turns[self._answered :]
         self._answered += len(turns)
         for turn in turns:  # all but the last called tools
@@ -227,9 +228,9 @@ class OpenRollout:
         return reply
 
     async def call_tools(self) -> Sequence[Message]:
-        """The answers to the tool calls of the last message. Keeps the state that they left. Raises TaskError if a tool
-        itself failed; a wrong call is answered with a message."""
-        answers, self._state = await self._call(CallKind.CALL_TOOLS)
+        """The answers to the tool calls of the last message. Raises TaskError if a tool itself failed; a wrong call is
+        answered with a message."""
+        answers, _ = await self._call(CallKind.CALL_TOOLS)
         return answers
 
     async def score(self) -> Score:
@@ -241,7 +242,10 @@ class OpenRollout:
         return Score(reward + sum(turns), parts)
 
     async def clean_up(self) -> None:
-        """Let the environment free what the state names, if there is one. Raises TaskError if user code failed."""
+        """Let the environment free what the state names, if there is one, a call that was given up included. Raises
+        TaskError if user code failed."""
+        if self._open_call is not None:
+            await asyncio.gather(self._open_call, return_exceptions=True)
         if self._state is not None:
             await self._call(CallKind.CLEAN_UP)
 
@@ -262,8 +266,21 @@ class OpenRollout:
         return Transcript(tuple(self.messages), tuple(reasons), self._state, tuple(tokens))
 
     async def _call(self, kind: CallKind) -> Any:
+        if not self._cleans_up:
+            return await self._called(kind)
+        # what it has opened is known from its answer, which is waited for even if nobody else wants it
+        self._open_call = asyncio.ensure_future(self._called(kind))
+        return await asyncio.shield(self._open_call)
+
+    async def _called(self, kind: CallKind) -> Any:
+        """The answer, whose state is kept."""
         group = self.trajectory.request.group
-        return await self._pool.call(UserCall(kind, group.purpose, group.group_id, self._conversation()))
+        answer = await self._pool.call(UserCall(kind, group.purpose, group.group_id, self._conversation()))
+        if kind is CallKind.RESPOND and answer.state is not None:
+            self._state = answer.state
+        elif kind is CallKind.CALL_TOOLS:
+            self._state = answer[1]
+        return answer
 
 
 class RolloutGateway(Protocol):
