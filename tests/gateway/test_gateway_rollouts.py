@@ -95,6 +95,7 @@ async def test_no_request_that_a_fuzzer_makes_up_in_a_session_is_a_server_error(
     assert record.turns
 
 
+@pytest.mark.timeout(500)
 @pytest.mark.acceptance  # in CI: the one above, without the coverage of every bound
 async def test_no_request_that_a_fuzzer_makes_up_is_a_server_error(tmp_path):
     async with served(generators=1, length=64) as up:  # what a fuzzer asks for is soon answered
