@@ -81,6 +81,7 @@ class RouterDriver(RouterBooks):
         assert self.dispatcher.ended(attempt_id) == caller.asked.request_id
         assert self.dispatcher.ended(attempt_id) is None
         self._leaves(caller)
+        self.advance()  # as the router does after any failure
 
     def lose(self, attempt_ids: Iterable[str], *, fatal: bool = False) -> None:
         """Attempts end with an error of their generator; a fatal one says that it is gone."""
