@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from titan_rl.environments.base import DatasetEnvironment, Environment, Message, Transcript
+from titan_rl.environments.base import DatasetEnvironment, Environment, Message, Transcript, exact_match
 from titan_rl.environments.dataset import is_held_out
 from titan_rl.errors import ConfigError
 from titan_rl.types import FinishReason
@@ -107,3 +107,10 @@ def test_a_row_that_is_none_is_refused_with_its_place(text, words, tmp_path):
     (tmp_path / "rows.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=words):
         DatasetEnvironment(str(tmp_path / "rows.jsonl"), right)
+
+
+def test_what_is_no_text_is_neither_right_nor_rejected():
+    rows = [{"prompt": f"{number}=", "answer": ["a"], "worse": None} for number in range(20)]
+    task = DatasetEnvironment(rows, rejected="worse")
+    silence = Transcript((Message("assistant", ""),), (FinishReason.STOP,))
+    assert task.example(0).rejected == "" and exact_match(task.example(0), silence) == 0.0

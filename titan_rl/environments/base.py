@@ -156,9 +156,9 @@ class Environment(ABC):
 
     def clean_up(self, example: Example, transcript: Transcript) -> None | Awaitable[None]:
         """Free what a rollout's state names, such as a server that a tool has started; plain or `async def`. Called
-        once for every rollout that has a state, when it is graded, has failed or was given up. It is not called where
-        its rollout worker dies: what must be freed even then needs an expiry of its own. One that raises fails its
-        rollout."""
+        once for every rollout with a state that a tool, `respond` or `play` has left, when it is graded, has failed or
+        was given up. What a call opened that then raised is not known, nor is it called where its rollout worker dies:
+        what must be freed even then needs an expiry of its own. One that raises fails its rollout."""
         return None
 
     def tools(self) -> Sequence[Tool]:
@@ -192,7 +192,8 @@ def right_answer(example: Example) -> str:
 
 def exact_match(example: Example, transcript: Transcript) -> float:
     """1 when the answer is the right text, ended by the policy itself."""
-    return float(transcript.stopped and transcript.answer == right_answer(example))
+    right = right_answer(example)
+    return float(transcript.stopped and right != "" and transcript.answer == right)
 
 
 def task_settings(task: str) -> list[tuple[str, list[str]]]:
@@ -316,6 +317,6 @@ class DatasetEnvironment(Environment):
                 Example(
                     prompt=(*self._system, *messages),
                     answer=row[answer] if answer else dict(row),
-                    rejected=str(row[rejected]) if rejected else "",
+                    rejected=right_answer(Example(prompt=(), answer=row[rejected])) if rejected else "",
                 ),
             )

@@ -175,7 +175,9 @@ class UserCode:
             return tuple(await self._rubric.score_async(example, transcript))
         if call.kind is CallKind.CLEAN_UP:
             done = self._environment.clean_up(example, transcript)
-            return await done if inspect.isawaitable(done) else None
+            if inspect.isawaitable(done):
+                await done
+            return None
         reply = self._environment.respond(example, transcript)
         return _reply(await reply if inspect.isawaitable(reply) else reply)
 

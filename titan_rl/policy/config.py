@@ -157,6 +157,8 @@ class WarmupConfig:
     """Steps over which lr rises linearly; after them it falls linearly to a tenth at the last step."""
 
     def __post_init__(self) -> None:
+        if self.dpo_beta and not self.steps:
+            raise ConfigError("trainer.warmup.dpo_beta is not used while trainer.warmup.steps is 0: set them too")
         if self.steps and not 0 <= self.lr_warmup_steps <= self.steps:
             raise ConfigError(
                 f"trainer.warmup.lr_warmup_steps ({self.lr_warmup_steps}) must be between 0 and trainer.warmup.steps "

@@ -105,7 +105,8 @@ class RunEnd:
                 yield
                 failing.cancel()
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None
+            error = group.exceptions[0]
+            raise error from error.__cause__
 
     async def unless_given_up(self, mesh: str, work: Coroutine[Any, Any, T]) -> T:
         """Run `work`, whatever ends the run meanwhile, unless it is that this mesh was given up. That is raised."""
