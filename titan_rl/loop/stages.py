@@ -43,13 +43,16 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
                 samples = await ahead
                 if step + 1 < steps:
                     ahead = asyncio.create_task(_demonstrations(system, step + 1))
-                losses.append(await _train(system, step, samples))
+                metrics = await _train(system, step, samples)
+            losses.append(metrics["loss"])
+            said = f"warm-up step {step + 1}/{steps}  loss {losses[-1]:.4f}"
+            said += f"  preferred {metrics['preferred']:.0%}" if "preferred" in metrics else ""
             over = warm_up_is_over(losses, enough=config.enough_loss, flat=config.flat_steps)
             if over and step + 1 < steps:
-                display.print_line(f"warm-up step {step + 1}/{steps}  loss {losses[-1]:.4f}: {over}")
+                display.print_line(f"{said}: {over}")
                 return
             if (step + 1) % max(1, steps // 5) == 0:
-                display.print_line(f"warm-up step {step + 1}/{steps}  loss {losses[-1]:.4f}")
+                display.print_line(said)
     finally:
         ahead.cancel()  # `RolloutWorkers` releases those that are still being made
         (left,) = await asyncio.gather(ahead, return_exceptions=True)
@@ -66,13 +69,13 @@ async def _demonstrations(system: System, step: int, attempt: int = 0) -> Sample
     return report.samples
 
 
-async def _train(system: System, step: int, samples: SampleBatch) -> float:
-    """The loss of a step on these samples, which are released, or on the same ones made again where some are lost."""
+async def _train(system: System, step: int, samples: SampleBatch) -> dict[str, float]:
+    """The metrics of a step on these samples, which are released, or on the same ones made again if some are lost."""
     attempt = 0
     while True:
         attempt += 1
         try:
-            return (await system.trainer.warm_up_step(samples))["loss"]
+            return await system.trainer.warm_up_step(samples)
         except SamplesLost:
             if attempt == MAX_ATTEMPTS:
                 raise

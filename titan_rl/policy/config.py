@@ -143,7 +143,7 @@ class WarmupConfig:
     batch: Count = 128
     """Demonstrations of a step; demonstration number i is used once, in step i // batch."""
     enough_loss: NotNegative = 0.0
-    """Nats per token: it ends after ten steps in a row below this. 0: never for this."""
+    """Nats per token, or per pair: it ends after ten steps in a row below this. 0: never for this."""
     flat_steps: CountOrZero = 0
     """It ends when the mean loss of the last so many steps, or of the last quarter if that is more, is hardly below
     that of as many before, and far below the first. Demonstrations some of which are wrong come to no `enough_loss`.

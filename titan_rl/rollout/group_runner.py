@@ -35,8 +35,8 @@ from titan_rl.rollout.samples import demonstration_sample, training_samples
 from titan_rl.rollout.trajectory import Prompt, Trajectory, first_prompt
 from titan_rl.types import GroupRequest, Purpose, TrainingSample
 
-CLEAN_UP_SECONDS = 5.0
-"""How long the end of a worker waits for rollouts that are cleaned up."""
+CLEAN_UP_SECONDS = 3.0
+"""How long the end of a worker waits for rollouts that are cleaned up. A mesh has five to close."""
 
 logger = logging.getLogger(__name__)
 
