@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """One CUDA device: tokens per second against bare vLLM, and how long new weights take, at two sizes.
 
-    python scripts/gpu_bench.py [--sizes 0.6B 8B] [--rounds 3] [--device cuda]
+    python scripts/gpu_bench.py [--sizes 0.6B 8B] [--only decode] [--rounds 3] [--device cuda]
 
 For each size two processes share the device: `LLM.generate` of vLLM as it is installed, and this project's engine.
 Both have random weights, equal KV caches and the same requests, and take turns. Then bare vLLM leaves, and float32
@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,8 @@ SIZES: dict[str, dict[str, Any]] = {
 VOCABULARY = 151936
 REQUESTS, PROMPT, NEW_TOKENS = 96, 64, 192
 KV_BYTES = 4 << 30
+END_SECONDS = 30.0
+PARTS = ("decode", "pulls")
 
 
 class Engine:
@@ -244,9 +245,14 @@ class Process:
         return self.answer()
 
     def close(self) -> None:
-        with suppress(ProcessLookupError):  # it has ended
-            os.killpg(self._process.pid, signal.SIGKILL)  # vLLM's engine is a process of its own
-        self._process.wait()
+        """By itself, as vLLM's engine, which is a process of its own, ends with it and gives its memory back."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def model_directory(size: str, cuda: bool, scratch: Path) -> Path:
@@ -270,6 +276,7 @@ def model_directory(size: str, cuda: bool, scratch: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=("0.6B", "8B"), default=["0.6B", "8B"])
+    parser.add_argument("--only", choices=PARTS, help="decoding, or pulls; default: both")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--inside", nargs="+", help=argparse.SUPPRESS)
@@ -282,13 +289,13 @@ def main() -> int:
         scratch, processes = Path(directory), {}
         for size in arguments.sizes:
             model = model_directory(size, arguments.device == "cuda", scratch)
-            for name in ("ours", "bare"):
+            for name in ("ours", "bare") if arguments.only != "pulls" else ("ours",):
                 processes[name, size] = Process(name, size, model, arguments.device, scratch)
         try:
             for (name, size), process in processes.items():
                 figures[f"start_seconds_{name}_{size}"] = round(process.answer(), 1)
                 print(f"{name} {size} is up after {figures[f'start_seconds_{name}_{size}']} s", flush=True)
-            for size in arguments.sizes:
+            for size in arguments.sizes if arguments.only != "pulls" else ():
                 speeds: dict[str, list[float]] = {"ours": [], "bare": []}
                 for number in range(arguments.rounds + 1):
                     for name in ("ours", "bare"):
@@ -302,7 +309,7 @@ def main() -> int:
                 }
                 print(f"{size}: decode {ratio:.3f} of bare, {speeds}", flush=True)
                 processes["bare", size].close()
-            for size in arguments.sizes:
+            for size in arguments.sizes if arguments.only != "decode" else ():
                 pulled = processes["ours", size].ask("pulls", arguments.rounds)
                 processes["ours", size].close()
                 figures |= {f"{name}_{size}": round(value, 3) for name, value in pulled.items()}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from chaos_parts.faults import MARK, marked, meshes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -199,6 +202,59 @@ def engine_life(device: str, tensor_parallel: str) -> dict[str, Any]:
     return {"first": first, "changed": other != first, "same": again == first, "freed": freed}
 
 
+WAYS: tuple[dict[str, Any], ...] = ({}, {"top_k": 3}, {"top_p": 0.8}, {"repetition_penalty": 1.2})
+
+
+def other_answers(device: str, head_dim: str) -> dict[str, list[str]]:
+    """By the way in which a deterministic engine got its requests: those that were answered otherwise than alone, in
+    tokens or in a bit of a logprob."""
+    import random
+
+    import numpy as np
+
+    from titan_rl.generation.config import GeneratorConfig
+    from titan_rl.generation.vllm.engine import VllmEngine
+    from titan_rl.policy.config import TinyPolicyConfig
+    from titan_rl.policy.models.tiny import make_tiny_policy
+    from titan_rl.types import GenerationRequest, SamplingParams
+
+    rng, requests = random.Random(0), []
+    for index in range(96 if device == "cuda" else 24):
+        prompt = np.array([2 + rng.randrange(10) for _ in range(rng.choice((1, 5, 9, 10, 40, 130, 400)))], np.int32)
+        sampling = SamplingParams(max_new_tokens=rng.choice((6, 20, 60)), temperature=1.0, **rng.choice(WAYS))
+        requests.append(
+            GenerationRequest(request_id=f"{index}", prompt_token_ids=prompt, sampling=sampling, seed=index)
+        )
+    model = make_tiny_policy(TinyPolicyConfig(head_dim=int(head_dim), max_length=512))
+    settings: dict[str, Any] = {"kv_cache_bytes": 128 << 20, "shares_device": True, "max_model_len": 512}
+    settings |= {"dtype": "bfloat16" if device == "cuda" else "float32", "deterministic": True}
+    engine = VllmEngine(GeneratorConfig(**settings), str(model), device)
+
+    def answers(waves: list[list[GenerationRequest]], drops: bool = False) -> dict[str, tuple[bytes, bytes]]:
+        done, step = {}, 0
+        while waves or engine.has_work():
+            for request in waves.pop(0) if waves else ():
+                engine.add(request)
+            done |= {e.request_id: (e.token_ids.tobytes(), e.logprobs.tobytes()) for e in engine.step().finished}
+            step += 1
+            if drops and step % 7 == 5:
+                engine.drop_cache()
+        engine.drop_cache()
+        return done
+
+    alone: dict[str, tuple[bytes, bytes]] = {}
+    for request in requests:
+        alone |= answers([[request]])
+    found = {
+        "together": answers([requests]),
+        "backwards": answers([requests[::-1]]),
+        "trickling": answers([requests[at : at + 2] for at in range(0, len(requests), 2)]),
+        "preempted": answers([requests], drops=True),
+    }
+    engine.close()
+    return {way: sorted(each for each in theirs if theirs[each] != alone[each]) for way, theirs in found.items()}
+
+
 def elsewhere(function: str, *arguments: str, places: Sequence[Mapping[str, str]] = ({},)) -> Any:
     """What the function returns on rank 0 of fresh processes, each with its variables. On the CPU they see no GPU."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -229,14 +285,14 @@ def trainer_places(device: str, ranks: int) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": str(rank)} if device == "cuda" else {} for rank in range(ranks)]
 
 
-def generator_places(device: str, ranks: int) -> list[dict[str, str]]:
+def generator_places(device: str, ranks: int, **more: Any) -> list[dict[str, str]]:
     """What the placement of a run gives the ranks of a generator."""
     from titan_rl.config_registry import copy4
     from titan_rl.hosts.facts import detect_host
     from titan_rl.overrides import variant
     from titan_rl.supervision.placement import plan
 
-    settings = {"placement.device": device, "generator.count": 1, "generator.tensor_parallel": ranks}
+    settings = {"placement.device": device, "generator.count": 1, "generator.tensor_parallel": ranks} | more
     mesh = plan(variant(copy4(), settings), detect_host(), serving=True).mesh("generator0")
     places = []
     for rank, (variables, number) in enumerate(zip(mesh.env, mesh.devices, strict=True)):
@@ -400,6 +456,14 @@ def engine_tp2(device: str) -> Finding:
     return engine_with(device, 2)
 
 
+def engine_batches(device: str) -> Finding:
+    """In deterministic mode the batch changes no bit of an answer."""
+    places = generator_places(device, 1, deterministic=True)
+    others = elsewhere("other_answers", device, "128", places=places)
+    told = ", ".join(f"{len(names)} when {way}" for way, names in others.items())
+    return Finding("differs" if any(others.values()) else "works", f"answers other than alone: {told}")
+
+
 def whole_run_8b(device: str) -> Finding:
     """Three steps of a policy with the layers of Qwen3-8B and random weights, on 8 devices; on the CPU a tiny one."""
     if device == "cuda" and devices() < 8:
@@ -425,6 +489,44 @@ def whole_run(device: str, **more: Any) -> Finding:
     return Finding("failed" if run.returncode else "works", f"exit code {run.returncode}: {detail}")
 
 
+def survives(device: str) -> Finding:
+    """Two deterministic runs side by side, one of which loses its generator and then its trainer: the same steps."""
+    dtype, marks = "bfloat16" if device == "cuda" else "float32", ("undisturbed", "disturbed")
+    layout = f"--placement.device {device} --generator.count 1 --generator.dtype {dtype} --trainer.dtype {dtype}"
+    layout += " --placement.ranks_per_device 4" if device == "cuda" else ""
+    layout += " --evaluation.target_exact_match 0.0"
+    command = (
+        f"-m titan_rl.train --recipe copy4 {layout} --deterministic --loop.steps 24 --evaluation.prompts 50".split()
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        runs = {}
+        for mark in marks:
+            words = [sys.executable, *command, "--logging.directory", directory, "--logging.name", mark]
+            runs[mark] = subprocess.Popen(words, cwd=ROOT, env=os.environ | {MARK: mark}, stdout=subprocess.DEVNULL)
+        lost: list[str] = []
+        for at, part in ((6, "generator0"), (14, "trainer")):
+            while len(steps_of(directory, marks[1])) < at and runs[marks[1]].poll() is None:
+                time.sleep(0.05)
+            for process in meshes(marked(marks[1])):
+                if process.mesh == part:
+                    os.kill(process.pid, signal.SIGKILL)
+                    lost.append(str(process))
+        codes = [run.wait() for run in runs.values()]
+        ours, theirs = (steps_of(directory, mark) for mark in marks)
+    if any(codes) or len(lost) != 2:
+        return Finding("failed", f"exit codes {codes}; killed: {', '.join(lost) or 'nothing'}")
+    equal = [a == b for a, b in zip(ours, theirs, strict=True)]
+    detail = f"{sum(equal)} of {len(equal)} steps are equal in every bit, without {' and '.join(lost)}"
+    return Finding("works" if all(equal) else "differs", detail)
+
+
+def steps_of(directory: str, mark: str) -> list[list[float]]:
+    """What a run has written of its steps so far."""
+    names = ("train/loss", "train/grad_norm", "train/logprob_difference_mean", "rollout/reward_mean")
+    lines = [line for file in Path(directory).glob(f"{mark}*/metrics.jsonl") for line in file.read_text().splitlines()]
+    return [[row[name] for name in names] for line in lines if "train/loss" in (row := json.loads(line))]
+
+
 CHECKS = (
     trainer_step,
     attention,
@@ -432,6 +534,7 @@ CHECKS = (
     publication,
     engine,
     engine_tp2,
+    engine_batches,
     ranks,
     ranks_bf16,
     trainer_tp,
@@ -439,6 +542,7 @@ CHECKS = (
     deterministic,
     weights_speed,
     whole_run,
+    survives,
     whole_run_8b,
 )
 

@@ -47,6 +47,7 @@ def _update(config: Any) -> None:
 def _arguments(config: Any) -> dict[str, Any]:
     on_cuda = cuda_arguments(config)
     del on_cuda["gpu_memory_utilization"]
+    on_cuda.pop("attention_backend", None)  # vLLM has one of its own for CPUs
     memory = {name: _cpu_arguments(config)[name] for name in ("kv_cache_memory_bytes", "enforce_eager")}
     return on_cuda | memory
 

@@ -18,6 +18,7 @@ from rank_processes import run_on_ranks
 from vllm import EngineArgs
 from vllm.config.vllm import VllmConfig
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.generation.config import GeneratorConfig, generator_environment
@@ -53,6 +54,22 @@ def test_a_completion_that_goes_on_elsewhere_meets_the_same_noise(life: Facts) -
     whole, rest = life["served"]["whole"], life["rest"]
     assert rest.token_ids.tolist() == whole.token_ids[4:].tolist() and len(set(rest.token_ids.tolist())) > 1
     np.testing.assert_allclose(rest.logprobs, whole.logprobs[4:], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_batch_of_a_deterministic_engine_does_not_choose_how_logits_are_summed(
+    tiny_models: dict[str, str], deterministic: bool
+) -> None:
+    """vLLM takes bfloat16 ones as they are where no request has them processed, and a single row in its padding."""
+    rows = run_on_ranks(
+        "vllm_cuda_scenario:rows_of_logprobs",
+        1,
+        deterministic=deterministic,
+        modules=ON_CUDA,
+        model=Path(tiny_models["tied_a"]),
+        fixed=deterministic,
+    )[0]
+    assert len(rows) == 1 if deterministic else len(rows) > 1
 
 
 def test_every_token_is_what_its_version_gives_although_steps_overlap(life: Facts) -> None:
@@ -120,13 +137,13 @@ def test_no_private_name_of_vllm_is_used(module: ModuleType) -> None:
     assert {ast.unparse(node.value) for node in private} <= {"self", "super()"}
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize(("ranks", "deterministic"), [(1, False), (1, True), (4, False)])
 def test_vllm_takes_the_arguments_for_cuda(
-    tiny_models: dict[str, str], ranks: int, monkeypatch: pytest.MonkeyPatch
+    tiny_models: dict[str, str], ranks: int, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its platform for CPUs refuses sleep mode, and without a GPU none for CUDA is found."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # which it changes, and other tests in this process would find
-    config = GeneratorConfig(tensor_parallel=ranks, dtype="bfloat16")
+    config = GeneratorConfig(tensor_parallel=ranks, dtype="bfloat16", deterministic=deterministic)
     arguments = EngineArgs(**engine_arguments(config, Path(tiny_models["tied_a"]), "cuda"))
     assert arguments.async_scheduling and not arguments.enable_sleep_mode
     if current_platform.device_type:
@@ -134,6 +151,7 @@ def test_vllm_takes_the_arguments_for_cuda(
         assert found.parallel_config.tensor_parallel_size == ranks
         assert found.cache_config.gpu_memory_utilization == config.gpu_memory_utilization
         assert found._get_v2_model_runner_unsupported_features() == []
+        assert (found.attention_config.backend is AttentionBackendEnum.TRITON_ATTN) == deterministic
         if ranks > 2:
             assert found.compilation_config.pass_config.fuse_allreduce_rms is False, "it adds in any order"
 

@@ -11,6 +11,7 @@ import torch
 from loop_harness import PROMPT, make_request
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor, interpreter_builder
+from vllm.v1.worker.gpu.sample import sampler
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm_engine_scenario import config, drain, reference_distribution, reference_logprobs
@@ -83,6 +84,24 @@ def per_element(dtype: torch.dtype) -> dict[str, float]:
         noise = traffic.bytes
         compute_topk_scores(logits, 0, drawn)
     return {"noise": noise / logits.numel(), "with logprobs": traffic.bytes / logits.numel()}
+
+
+def rows_of_logprobs(model: Path, fixed: bool) -> set[tuple[torch.dtype, int]]:
+    """Dtypes of the logits that logprobs are taken of, and the elements from one row to the next; with and without
+    requests beside them that have their logits processed."""
+    seen, compute = set(), sampler.compute_topk_scores
+
+    def spied(logits: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen.add((logits.dtype, logits.stride(0)))
+        return compute(logits, *rest, **options)
+
+    sampler.compute_topk_scores = spied  # type: ignore[assignment]
+    engine = VllmEngine(config(dtype="bfloat16", deterministic=fixed), model)
+    plain = [make_request(f"plain{seed}", new=3, seed=seed) for seed in range(2)]
+    for beside in ([], plain[1:], [make_request("hot", new=3, temperature=2.0)]):
+        drain(engine, [plain[0], *beside])
+    engine.close()
+    return seen
 
 
 def one_engine(model: Path) -> dict[str, Any]:

@@ -10,15 +10,20 @@ Nothing of vLLM is replaced or reached into. A contract test holds what is read 
 - **Ranks.** Every rank plans and waits in the same calls, so that the steps overlap in the same way on all of them.
 - **Order of sums.** Where FlashInfer adds over ranks, the order is not fixed, and ranks could sample different tokens.
   Two ranks add alike in any order; with more, vLLM's other all-reduces are used.
+- **Order within a rank.** vLLM's batch-invariant mode leaves two choices to the batch. FlashAttention 3 takes its tiles
+  by the longest prompt; deterministic engines attend with vLLM's Triton kernel. And logits are summed in an order that
+  follows from their dtype and layout, which other requests decide; deterministic engines fix both (`AlikeRows`).
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.request import Request
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor
 
 from titan_rl.generation.config import ANY_ORDER_RANKS, GeneratorConfig
 from titan_rl.generation.engine import RunningRequests
@@ -34,6 +39,24 @@ class Sampled(NamedTuple):
     """Of those; the scheduler knows them no more."""
 
 
+class AlikeRows(LogitsProcessor):
+    """Gives the logits of every step, which stay as they are, the same dtype and alignment.
+
+    vLLM makes a float32 copy only where a request of the step asks for processing, as this one does for all. A single
+    row keeps the stride of its padded vocabulary, several rows do not.
+    """
+
+    def apply(self, logits: Tensor, ctx: LogitsContext) -> Tensor:
+        rows, vocabulary = logits.shape
+        aligned = logits.new_empty(rows, -(-vocabulary // _ALIGNED) * _ALIGNED)[:, :vocabulary]
+        return aligned.copy_(logits)
+
+
+_ALIGNED = 16
+"""Elements: where rows begin at multiples of it, Triton reads them in wider pieces."""
+_DETERMINISTIC = {"attention_backend": "TRITON_ATTN", "logits_processors": [AlikeRows]}
+
+
 def cuda_arguments(config: GeneratorConfig) -> dict[str, Any]:
     """Those of `EngineArgs` that are for CUDA only."""
     # vLLM refuses to start where less than its share is free, and measures what others take as its own.
@@ -45,6 +68,7 @@ def cuda_arguments(config: GeneratorConfig) -> dict[str, Any]:
         "compilation_config": fixed_order,
         "enable_sleep_mode": config.sleep_mode,
         **memory,
+        **(_DETERMINISTIC if config.deterministic else {}),
     }
 
 
