@@ -163,6 +163,23 @@ def test_more_than_two_ranks_add_in_a_fixed_order(ranks, order):
     assert env.get("VLLM_ALLREDUCE_USE_FLASHINFER") == order
 
 
+def test_ranks_on_cuda_know_their_devices_and_network_by_exact_names_and_have_time_to_start():
+    hosts = [HostFacts(cpus=8, cuda_devices=(0, 1), name=f"host{number}", interface="eth1") for number in range(2)]
+    where = PlacementConfig(device="cuda", hosts=("10.0.0.2:1",), trainer=("host0", "host1"), trusted_network=True)
+    config = RunConfig(trainer=TrainerConfig(data_parallel=2), placement=where)
+    placement = plan(config, *hosts)
+    assert {env["CUDA_DEVICE_ORDER"] for mesh in placement.meshes for env in mesh.env} == {"PCI_BUS_ID"}
+    for env in placement.mesh("trainer").env:
+        assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1"), "else NCCL takes eth10, too"
+    (engine,) = placement.mesh("generator0").env
+    assert engine["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert engine["VLLM_LOGGING_LEVEL"] == "INFO", "a start of minutes says what it is at"
+    table = SimpleNamespace(config=config, placement=placement)
+    assert TrainerKind(table).start_seconds >= 1800
+    table.placement = plan(RunConfig(), HostFacts(cpus=2))
+    assert TrainerKind(table).start_seconds == where.start_seconds
+
+
 def stages(stage: Stage, environment: Mapping[str, str]) -> Iterator[tuple[Stage, Mapping[str, str]]]:
     """Those that fork processes, each with the variables in which it imports."""
     environment = {**environment, **(stage.environment or {})}
