@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TRACKED = {
     ("8B", 4, 1, 8192, False): 105.0,
     ("8B", 4, 2, 8192, False): 64.9,
-    ("0.6B", 4, 1, 8192, False): 23.5,
-    ("8B", 4, 1, 16384, True): 38.2,
-    ("32B", 8, 2, 8192, True): 37.5,
+    ("0.6B", 4, 1, 8192, False): 23.0,
+    ("0.6B", 4, 2, 8192, False): 14.9,
+    ("8B", 4, 1, 16384, True): 43.1,
+    ("32B", 4, 2, 8192, True): 72.9,
 }
-"""GiB by `scripts/fake_step.py`: size, FSDP, TP, tokens, recompute. The last two are of one micro-batch, whose peak is
-below that of two."""
+"""GiB by `scripts/fake_step.py`: size, FSDP, TP, tokens, recompute."""
 
 
 def recipe(name: str):
@@ -39,7 +39,7 @@ def test_the_estimate_of_a_trainer_rank_is_near_what_torch_tracks(case):
     layout = TrainerConfig(data_parallel=data, tensor_parallel=tensor, dtype="bfloat16")
     config = replace(layout, max_tokens_per_microbatch=tokens, activation_checkpointing="full" if recompute else "none")
     estimated = sum(trainer_memory(config, published_shape(f"Qwen3-{size}")).values()) / GIB
-    assert 0.98 < estimated / TRACKED[case] < (1.25 if recompute else 1.05)
+    assert 0.98 < estimated / TRACKED[case] < (1.12 if recompute else 1.05)
 
 
 @pytest.mark.parametrize("name", ["qwen3_0_6b_gsm8k", "qwen3_8b_math_8gpu", "qwen3_32b_2x8gpu"])
