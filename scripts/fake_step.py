@@ -39,7 +39,7 @@ def batch_of(tokens: int, trained: int) -> MicroBatch:
     of_trained = {name: whole(trained) for name in ("rows", "targets", "samples", "versions")}
     numbers = {name: torch.zeros(trained) for name in ("behaviour_logprobs", "advantages")}
     run = Run(segments=DOCUMENTS, length=tokens // DOCUMENTS, shared=0)
-    return MicroBatch(documents=(), runs=(run,), key_rows=None, **row, **of_trained, **numbers)
+    return MicroBatch(documents=(), runs=(run,), key_rows=None, supports=None, **row, **of_trained, **numbers)
 
 
 def peak_of_step(shape: Qwen3Shape, config: TrainerConfig) -> dict[str, float]:

@@ -19,6 +19,7 @@ from titan_rl.config import PlacementConfig, RunConfig
 from titan_rl.config_registry import RECIPES
 from titan_rl.errors import ConfigError
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.hosts import facts
 from titan_rl.hosts.facts import HostFacts, detect_host, visible_devices
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.rollout.config import AgentsConfig, EnvironmentConfig, RolloutConfig
@@ -27,12 +28,13 @@ from titan_rl.supervision.fork_server import READ_AT_START, Stage
 from titan_rl.supervision.fork_stages import fork_stages
 from titan_rl.supervision.mesh_kinds import TrainerKind
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, describe, devices_needed, plan
+from titan_rl.supervision.proxy import CORES, cores
 
 TOOL_SUM = Path(__file__).resolve().parents[2] / "rl_configs" / "tool_sum.py"
 LISTING = """\
-0, GPU-0a1b, 580.65.06, Disabled, 81559
-1, GPU-0a2b, 580.65.06, Disabled, 81559
-2, GPU-ffff, 580.65.06, Enabled, 40000
+0, GPU-0a1b, 580.65.06, Disabled, 81559, 00000000:1A:00.0
+1, GPU-0a2b, 580.65.06, Disabled, 81559, 00000000:1B:00.0
+2, GPU-ffff, 580.65.06, Enabled, 40000, 00000001:9C:00.0
 """
 
 small = st.integers(1, 3)
@@ -101,6 +103,21 @@ def test_on_cuda_a_trainer_rank_has_its_share_of_the_cores_and_memory_without_ho
         assert mesh.name == "trainer" or not {"12", "expandable_segments:True"} & set(mesh.env[0].values())
 
 
+def test_on_cuda_a_rank_has_the_cores_near_its_device():
+    host = HostFacts(cpus=8, cuda_devices=(2, 3, 5), device_cores=("0-3", "4-7", ""))
+    placement = plan(RunConfig(), host)
+    given = {mesh.devices[0]: mesh.env[0].get(CORES) for mesh in placement.meshes}
+    assert given == {2: "0-3", 3: "4-7", 5: None, None: None}
+    assert CORES not in "\n".join(describe(placement, host)), "it is not alike for all generators"
+
+
+@pytest.mark.parametrize(
+    ("listed", "bound"), [("0-1,8", {1, 8}), ("9", {9}), ("2-7", {1, 8, 9}), ("", {1, 8, 9})], ids=str
+)
+def test_a_process_has_the_listed_cores_as_far_as_it_may(listed, bound):
+    assert cores(listed, {1, 8, 9}) == bound
+
+
 @given(configs)
 def test_every_mesh_has_the_ranks_that_the_config_asks_for(config):
     placement = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(devices_needed(config)))))
@@ -144,6 +161,23 @@ def test_more_than_two_ranks_add_in_a_fixed_order(ranks, order):
     config = RunConfig(generator=GeneratorConfig(tensor_parallel=ranks), placement=PlacementConfig(device="cuda"))
     env = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(1 + 2 * ranks)))).mesh("generator0").env[0]
     assert env.get("VLLM_ALLREDUCE_USE_FLASHINFER") == order
+
+
+def test_ranks_on_cuda_know_their_devices_and_network_by_exact_names_and_have_time_to_start():
+    hosts = [HostFacts(cpus=8, cuda_devices=(0, 1), name=f"host{number}", interface="eth1") for number in range(2)]
+    where = PlacementConfig(device="cuda", hosts=("10.0.0.2:1",), trainer=("host0", "host1"), trusted_network=True)
+    config = RunConfig(trainer=TrainerConfig(data_parallel=2), placement=where)
+    placement = plan(config, *hosts)
+    assert {env["CUDA_DEVICE_ORDER"] for mesh in placement.meshes for env in mesh.env} == {"PCI_BUS_ID"}
+    for env in placement.mesh("trainer").env:
+        assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1"), "else NCCL takes eth10, too"
+    (engine,) = placement.mesh("generator0").env
+    assert engine["NCCL_SOCKET_IFNAME"] == "=lo"
+    assert engine["VLLM_LOGGING_LEVEL"] == "INFO", "a start of minutes says what it is at"
+    table = SimpleNamespace(config=config, placement=placement)
+    assert TrainerKind(table).start_seconds >= 1800
+    table.placement = plan(RunConfig(), HostFacts(cpus=2))
+    assert TrainerKind(table).start_seconds == where.start_seconds
 
 
 def stages(stage: Stage, environment: Mapping[str, str]) -> Iterator[tuple[Stage, Mapping[str, str]]]:
@@ -278,14 +312,22 @@ def test_visible_devices_are_read_as_cuda_reads_them(visible, devices):
 
 @pytest.mark.parametrize(
     ("driver", "devices"),
-    [("", ()), (f"cat <<'END'\n{LISTING}END", (1, 2)), ("echo '0, GPU-1, 580.65.06, Disabled, 81559'\nexit 9", ())],
+    [
+        ("", ()),
+        (f"cat <<'END'\n{LISTING}END", (1, 2)),
+        ("echo '0, GPU-1, 580.65.06, Disabled, 81559, 00000000:1A:00.0'\nexit 9", ()),
+    ],
 )
 def test_a_host_has_the_devices_that_its_driver_lists_unless_it_fails(monkeypatch, tmp_path, driver, devices):
     if driver:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{driver}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(facts, "PCI", tmp_path)
+    (tmp_path / "0001:9c:00.0").mkdir()
+    (tmp_path / "0001:9c:00.0" / "local_cpulist").write_text("0-1,8\n")
     host = detect_host({"CUDA_VISIBLE_DEVICES": "1,2"} if devices else {})
+    assert host.device_cores == (("", "0-1,8") if devices else ()), "the kernel says nothing of the other one"
     assert host.cuda_devices == devices and host.cpus >= 1 and host.memory > 0
     assert (host.driver, host.mig, host.device_memory >> 20) == (
         ("580.65.06", True, 40000) if devices else ("", False, 0)

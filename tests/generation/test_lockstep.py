@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
-from loop_harness import BOUND, Collector, Turnstile, make_publication, make_ranks, make_request, simulated_tokens
+from loop_harness import (
+    BOUND,
+    Collector,
+    Turnstile,
+    make_loop,
+    make_publication,
+    make_ranks,
+    make_request,
+    simulated_tokens,
+)
 from rank_processes import run_on_ranks
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, InvariantError, WeightsError
@@ -159,6 +168,26 @@ def test_the_pulse_stands_still_in_a_step_and_grows_with_decisions_and_in_what_h
             pass  # until a heartbeat
     leader.close().result(timeout=BOUND)
     follower.close().result(timeout=BOUND)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_cuda_the_first_step_may_compile_and_no_later_one(device: str) -> None:
+    turnstile = Turnstile()
+
+    def engine() -> Engine:
+        return SimulatedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile)
+
+    loop = make_loop(Collector(), engine=engine, device=device)
+    loop.start().result(timeout=BOUND)
+    loop.pull(make_publication(0)).result(timeout=BOUND)
+    loop.submit([make_request("a", new=2)])
+    turnstile.wait_for_step()
+    assert (loop.pulse() < loop.pulse()) == (device == "cuda")
+    turnstile.let_through(1)
+    turnstile.wait_for_step()
+    assert loop.pulse() == loop.pulse(), "it is taken for hung"
+    turnstile.open()
+    loop.close().result(timeout=BOUND)
 
 
 def digest_of(*decisions: LoopDecision, fingerprint: int | None = 7) -> int:

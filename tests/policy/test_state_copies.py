@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,25 @@ def test_a_large_state_on_a_device_is_not_copied_in_every_step(tmp_path: Path) -
     with pytest.raises(StorageError, match="every step would wait until 8 GiB of each rank were copied"):
         copies_in(tmp_path).write(V0, [large])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_comes_from_a_device_comes_into_locked_pages_or_all_ranks_hear_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[int] = []
+    copies_in(tmp_path).write(V0, state(0.0))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    lock = SimpleNamespace(
+        cudaHostRegister=lambda address, nbytes, flags: SimpleNamespace(value=locked.append(nbytes) or len(locked) > 2),
+        cudaHostUnregister=lambda address: None,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: lock)
+    copies = copies_in(tmp_path)
+    for step in (1, 2, 3):
+        copies.write(PolicyVersion(0, step), state(float(step)))
+    assert locked == [path.stat().st_size for path in tmp_path.iterdir()], "each slot once"
+    with pytest.raises(CheckpointError, match="rank 0: CUDA cannot lock the 1 MiB"):
+        read(copies_in(tmp_path), V3)
 
 
 class Death(BaseException):

@@ -65,7 +65,7 @@ def test_too_little_locked_memory_matters_where_there_is_infiniband(ready, monke
 
 
 def test_mig_is_refused_of_the_devices_that_the_run_sees(ready):
-    rows = "0, GPU-a, 580.65.06, Disabled, 81559\n1, GPU-b, 580.65.06, Enabled, 81559"
+    rows = "0, GPU-a, 580.65.06, Disabled, 81559, 0:1:0.0\n1, GPU-b, 580.65.06, Enabled, 81559, 0:2:0.0"
     (ready / "nvidia-smi").write_text(f"#!/bin/sh\necho '{rows}'\n")
     (ready / "nvidia-smi").chmod(0o755)
     assert [*cuda.lacking(detect_host({"CUDA_VISIBLE_DEVICES": "0"}))] == []
@@ -74,7 +74,7 @@ def test_mig_is_refused_of_the_devices_that_the_run_sees(ready):
 
 @pytest.mark.skipif(bool(list(importlib.metadata.distributions(name="vllm"))), reason="vLLM is built for CUDA")
 def test_a_run_and_doctor_refuse_a_gpu_host_with_builds_for_cpus(capsys, tmp_path, monkeypatch):
-    rows = "\n".join(f"{index}, GPU-{index}, 580.65.06, Disabled, 81559" for index in range(3))
+    rows = "\n".join(f"{index}, GPU-{index}, 580.65.06, Disabled, 81559, 0:{index}:0.0" for index in range(3))
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho '{rows}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

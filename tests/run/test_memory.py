@@ -1,7 +1,12 @@
-"""The estimate of what ranks hold on CUDA: against torch's tracker, and what it refuses (1 s)."""
+"""The estimate of what ranks hold on CUDA: against torch's tracker, and what it refuses (20 s, nearly all of which a
+process takes to import the trainer and to make one step of 0.6B on fake tensors)."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 TRACKED = {
     ("8B", 4, 1, 8192, False): 105.0,
     ("8B", 4, 2, 8192, False): 64.9,
-    ("0.6B", 4, 1, 8192, False): 23.5,
-    ("8B", 4, 1, 16384, True): 38.2,
-    ("32B", 8, 2, 8192, True): 37.5,
+    ("0.6B", 4, 1, 8192, False): 23.0,
+    ("0.6B", 4, 2, 8192, False): 14.9,
+    ("8B", 4, 1, 16384, True): 43.1,
+    ("32B", 4, 2, 8192, True): 72.9,
 }
-"""GiB by `scripts/fake_step.py`: size, FSDP, TP, tokens, recompute. The last two are of one micro-batch, whose peak is
-below that of two."""
+"""GiB by `scripts/fake_step.py`: size, FSDP, TP, tokens, recompute."""
 
 
 def recipe(name: str):
@@ -34,7 +39,7 @@ def test_the_estimate_of_a_trainer_rank_is_near_what_torch_tracks(case):
     layout = TrainerConfig(data_parallel=data, tensor_parallel=tensor, dtype="bfloat16")
     config = replace(layout, max_tokens_per_microbatch=tokens, activation_checkpointing="full" if recompute else "none")
     estimated = sum(trainer_memory(config, published_shape(f"Qwen3-{size}")).values()) / GIB
-    assert 0.98 < estimated / TRACKED[case] < (1.25 if recompute else 1.05)
+    assert 0.98 < estimated / TRACKED[case] < (1.12 if recompute else 1.05)
 
 
 @pytest.mark.parametrize("name", ["qwen3_0_6b_gsm8k", "qwen3_8b_math_8gpu", "qwen3_32b_2x8gpu"])
@@ -44,6 +49,15 @@ def test_the_recipes_fit_on_devices_of_80_gib(name, monkeypatch):
     assert [*too_large(config, shape_of(config), 80 * GIB)] == []
     lines = "\n".join(describe_memory(config, shape_of(config), 80 * GIB))
     assert "a trainer rank: " in lines and "KV cache of a generator: " in lines
+
+
+def test_torch_still_tracks_a_step_on_fake_tensors_and_it_takes_what_is_estimated():
+    """As `cuda_wheels.py` does with builds for CUDA, where 8B and 32B are tracked, too."""
+    script = [sys.executable, str(ROOT / "scripts" / "fake_step.py"), "0.6B", "--tokens", "4096"]
+    done = subprocess.run(script, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < sum(found["estimated"].values()) / found["tracked"]["Total"] - 1 < 0.2
 
 
 def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch):

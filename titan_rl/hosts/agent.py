@@ -187,14 +187,8 @@ class HostAgent(ConnectedActor):
             on_end=lambda *end: loop.call_soon_threadsafe(push, News("ended", *end)),
             on_broken=lambda what: loop.call_soon_threadsafe(push, News("broken", "", what)),
         )
-        return Introduction(
-            facts=facts,
-            pid=os.getpid(),
-            scratch=str(scratch),
-            python=sys.executable,
-            versions=versions(),
-            clock=time.time(),
-        )
+        pid, python, clock = os.getpid(), sys.executable, time.time()
+        return Introduction(facts=facts, pid=pid, scratch=str(scratch), python=python, versions=versions(), clock=clock)
 
     @endpoint
     async def pulse(self, log_bytes: int = 0) -> Pulse:

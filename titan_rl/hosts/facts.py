@@ -5,7 +5,6 @@ import importlib.metadata
 import os
 import re
 import resource
-import shutil
 import socket
 import ssl
 import struct
@@ -20,9 +19,11 @@ from titan_rl.errors import ConfigError
 _NVIDIA_SMI_SECONDS = 30.0
 """A driver that is still initialising answers within seconds. One that hangs must not block the command line."""
 
-_QUERY = "index,uuid,driver_version,mig.mode.current,memory.total"
+_QUERY = "index,uuid,driver_version,mig.mode.current,memory.total,pci.bus_id"
 
 _SIOCGIFADDR = 0x8915
+
+PCI = Path("/sys/bus/pci/devices")
 
 TLS = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 """Variables of Monarch's with PEM files: this host's certificate, its key, and the authority that signed those of all
@@ -42,6 +43,8 @@ class HostFacts:
     """CPUs that this process may use."""
     cuda_devices: tuple[int, ...] = ()
     """Device indices as `CUDA_VISIBLE_DEVICES` takes them; empty if that variable hides all of them."""
+    device_cores: tuple[str, ...] = ()
+    """CPUs of the NUMA node of each, as the kernel lists them (`0-31,64-95`); empty: it does not say."""
     devices_there: int | None = None
     """How many there are, if `cuda_devices` are more for the sake of a drawing."""
     memory: int = 0
@@ -62,13 +65,14 @@ def detect_host(environ: Mapping[str, str] = os.environ, *, name: str = "host0",
     memory = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
     listing = _nvidia_smi()
     devices = visible_devices(listing, environ.get("CUDA_VISIBLE_DEVICES"))
-    rows = [row for row in _rows(listing) if int(row[0]) in devices]
+    rows = [_rows(listing)[device] for device in devices]
     return HostFacts(
         name=name,
         address=address,
         interface=_interface_of(address) if address else "",
         cpus=len(os.sched_getaffinity(0)),
         cuda_devices=devices,
+        device_cores=tuple(_cores_near(row[5]) for row in rows),
         driver=rows[0][2] if rows else "",
         device_memory=min((int(row[4]) << 20 for row in rows if row[4].isdecimal()), default=0),
         mig=any(row[3] == "Enabled" for row in rows),
@@ -81,11 +85,11 @@ def visible_devices(listing: str, visible: str | None) -> tuple[int, ...]:
     """Indices of the devices that a process may use, in its order.
 
     Args:
-        listing: a line per device, of what `_QUERY` asks for: `0, GPU-4f…, 580.65.06, Disabled, 81559`.
+        listing: a line per device, of what `_QUERY` asks for: `0, GPU-4f…, 580.65.06, Disabled, 81559, 0…0:1A:00.0`.
         visible: `CUDA_VISIBLE_DEVICES`, of indices or (beginnings of) UUIDs; None: not set. As in CUDA itself, the
             first entry that names no device ends the list.
     """
-    uuids = {int(index): uuid for index, uuid, *_ in _rows(listing)}
+    uuids = {index: uuid for index, (_, uuid, *_) in _rows(listing).items()}
     if visible is None:
         return tuple(uuids)
     devices: list[int] = []
@@ -100,29 +104,30 @@ def visible_devices(listing: str, visible: str | None) -> tuple[int, ...]:
 def installed(package: str) -> str:
     """Version of a package, or of its build for CPUs; empty if there is none."""
     for name in (package, f"{package}-cpu"):
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return ""
 
 
-def _rows(listing: str) -> list[list[str]]:
+def _rows(listing: str) -> dict[int, list[str]]:
     rows = [[cell.strip() for cell in line.split(",")] for line in listing.splitlines()]
-    return [row for row in rows if len(row) == _QUERY.count(",") + 1 and row[0].isdecimal()]
+    return {int(row[0]): row for row in rows if len(row) == _QUERY.count(",") + 1 and row[0].isdecimal()}
 
 
 def _nvidia_smi() -> str:
     """What `nvidia-smi` answers to `_QUERY`; empty if no driver answers, so that no device can be used."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return ""
     try:
-        question = [program, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
+        question = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
         result = subprocess.run(question, capture_output=True, text=True, timeout=_NVIDIA_SMI_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout if result.returncode == 0 else ""
+
+
+def _cores_near(bus: str) -> str:
+    with suppress(OSError):  # the driver's name of a bus has four digits more
+        return (PCI / bus.lower()[4:] / "local_cpulist").read_text().strip()
+    return ""
 
 
 def _interface_of(address: str) -> str:

@@ -6,7 +6,7 @@
   that is wanted if a step was finished, but its rank died before it could say so.
 - A copy is sealed last, with version and checksum. One that is torn, damaged or of another layout is recognised.
 - Only the same rank of the same layout reads it: the bytes are those of its shards, in their order.
-- Memory is kept, also by a successor: touching new pages takes as long as eight copies.
+- Memory is kept, also by a successor: touching new pages takes as long as eight copies. On CUDA its pages are locked.
 """
 
 import math
@@ -25,7 +25,7 @@ from torch import Tensor
 from titan_rl.errors import CheckpointError, StorageError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.ranks import Ranks
-from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_segment, segment_path
+from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_path
 
 LARGEST_SHARE = 0.5
 """Of the free shared memory that the copies of all ranks may take. What is left is at least as much, and publications
@@ -117,7 +117,7 @@ class StateCopies:
         """Map the slot's file, if there is one of this size."""
         if slot not in self._mapped:
             try:
-                self._mapped[slot] = torch.frombuffer(map_segment(self._paths[slot])[0], dtype=torch.uint8)
+                self._mapped[slot] = map_tensor(self._paths[slot])[0]
             except FileNotFoundError:
                 return False
         return self._mapped[slot].numel() == nbytes
@@ -141,8 +141,11 @@ class StateCopies:
 
     def _why_unusable(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> str:
         path = self._paths[slot]
-        if not self._is_mapped(slot, _nbytes(tensors)):
-            return f"there is no copy at {path}"
+        try:
+            if not self._is_mapped(slot, _nbytes(tensors)):
+                return f"there is no copy at {path}"
+        except StorageError as error:  # the other ranks wait for this one's answer
+            return str(error)
         content = self._mapped[slot]
         mark, incarnation, step, sealed = _SEAL.unpack_from(content.numpy().data)
         if mark != _MARK:

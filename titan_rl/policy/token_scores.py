@@ -99,13 +99,14 @@ class _TokenScores(torch.autograd.Function):
         for part in _chunks(hidden, head):
             logprobs = F.linear(hidden[part], head).float().div_(ctx.temperature).sub_(log_norms[part, None])
             # d logprob(t)/dz_j = [j = t] - p_j and d entropy/dz_j = -p_j (log p_j + entropy).
-            pull = grad_entropies[part, None] * (logprobs + entropies[part, None]) + grad_logprobs[part, None]
-            piece = logprobs.exp_().mul_(pull).neg_()
+            piece = (logprobs + entropies[part, None]).mul_(grad_entropies[part, None]).add_(grad_logprobs[part, None])
+            piece.mul_(logprobs.exp_()).neg_()
+            del logprobs
             if (impossible := _impossible(ctx.supports, part, head, ctx.vocab_start)) is not None:
                 piece.masked_fill_(impossible, 0.0)
             piece.scatter_add_(1, local[part, None], torch.where(owned[part], grad_logprobs[part], 0.0)[:, None])
             grad = piece.div_(ctx.temperature).to(hidden.dtype)
-            del logprobs, pull, piece
+            del piece
             grad_hidden[part] = grad @ head
             share = grad.T @ hidden[part]
             grad_head = share if grad_head is None else grad_head.float().add_(share)  # summed in float32

@@ -1,7 +1,7 @@
 """What every rank of a run on CUDA holds, by part, in bytes: arithmetic on the policy's sizes, without a device.
 
-The trainer's part was fitted to torch's FSDP memory tracker (`scripts/fake_step.py`): within 2 % of it for 0.6B and 8B
-without recomputing, up to 24 % above it for 8B and 32B with `activation_checkpointing = "full"`. What "selective" and
+The trainer's part was fitted to torch's FSDP memory tracker (`scripts/fake_step.py`): within 3 % of it for 0.6B and 8B
+without recomputing, 5 to 10 % above it for 32B and 8B with `activation_checkpointing = "full"`. What "selective" and
 sequence parallelism save is not known and not refused by. NCCL, CUDA's context and what the allocator cannot use come
 on top: `USABLE`. Nothing was measured on a device. Where devices are shared, each rank is held against a whole one:
 they are not added up.

@@ -37,14 +37,8 @@ def fork_stages(config: RunConfig, host: HostFacts) -> Stage:
     """From which stages the processes of a host come. Where there is one host, all of them begin at once: each will be
     needed."""
     device, now = resolve_device(config, host), not config.placement.several_hosts
-    trainer = Stage(
-        name="torchtitan",
-        kinds=(Kind.TRAINER,),
-        environment=trainer_threads(host, device),
-        imports=_TRAINER_IMPORTS,
-        device=device,
-        now=now,
-    )
+    own, titan = trainer_threads(host, device), _TRAINER_IMPORTS
+    trainer = Stage(name="torchtitan", kinds=(Kind.TRAINER,), environment=own, imports=titan, device=device, now=now)
     computing = [trainer]
     if config.generator.engine == "vllm":
         engine, imports = engine_environment(config, device), _ENGINE_IMPORTS[device]

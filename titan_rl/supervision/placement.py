@@ -30,6 +30,7 @@ from titan_rl.generation.config import generator_environment
 from titan_rl.hosts.facts import HostFacts
 from titan_rl.importing import import_name
 from titan_rl.supervision.process import SUPERVISION_ENVIRONMENT, TCP_ONLY
+from titan_rl.supervision.proxy import CORES
 
 Device = Literal["cpu", "cuda"]
 
@@ -160,6 +161,11 @@ class _Room:
         free.remove(device)
         return device
 
+    def near(self, host: str, device: int | None) -> dict[str, str]:
+        """Binds a rank to the cores of its device's NUMA node: others reach the device through another processor."""
+        cores = dict(zip(self.hosts[host].cuda_devices, self.hosts[host].device_cores, strict=False))
+        return {CORES: cores[device]} if device is not None and cores.get(device) else {}
+
     def for_trainer(self, ranks: int, tensor_parallel: int) -> list[str]:
         """Hosts that share the ranks: as few as have room, if the config names none. Raises ConfigError."""
         names = self._named("trainer", self._where.trainer)
@@ -289,17 +295,14 @@ def plan(
             if kind.computes:
                 interface = room.hosts[host].interface if len(found) > 1 else "lo"
                 env |= {name: prefix + interface for name, prefix in _INTERFACE.items()}
+                env |= room.near(host, device_index)
             if kind is Kind.TRAINER:
                 env |= trainer_threads(room.hosts[host], device)
             return env | variables
 
+        env = tuple(map(environment, chosen, indices))
         meshes[name] = MeshPlan(
-            kind=kind,
-            name=name,
-            hosts=tuple(chosen),
-            env=tuple(map(environment, chosen, indices)),
-            devices=indices,
-            positions=tuple(positions),
+            kind=kind, name=name, hosts=tuple(chosen), env=env, devices=indices, positions=tuple(positions)
         )
 
     for relayed in room.hosts if len(hosts) > 1 or "relay0" in stay else ():  # generators go on asking it
@@ -375,10 +378,10 @@ def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += ["", "environment"]
-    # Alike in all meshes of a kind, but for the device, which is in the table.
+    # Alike in all meshes of a kind, but for the device, which is in the table, and the cores near it.
+    of_device = ("CUDA_VISIBLE_DEVICES", CORES)
     variables = {
-        mesh.kind.value: {each for each in mesh.env[0].items() if each[0] != "CUDA_VISIBLE_DEVICES"}
-        for mesh in placement.meshes
+        mesh.kind.value: {each for each in mesh.env[0].items() if each[0] not in of_device} for mesh in placement.meshes
     }
     common = set.intersection(*variables.values())
     for whose, own in {"process": common, **{kind: each - common for kind, each in variables.items()}}.items():

@@ -142,13 +142,8 @@ class ProcessWatch:
 
     def _keep_fork_server(self, directory: Path, stage: Stage, log: str, environment: dict[str, str]) -> None:
         """`environment`: not this process's own, which another thread may be changing."""
-        command = [
-            sys.executable,
-            "-m",
-            "titan_rl.supervision.fork_server",
-            str(directory),
-            msgspec.json.encode(stage).decode(),
-        ]
+        module, encoded = "titan_rl.supervision.fork_server", msgspec.json.encode(stage).decode()
+        command = [sys.executable, "-m", module, str(directory), encoded]
         if log:
             Path(log).parent.mkdir(parents=True, exist_ok=True)
         died_early = 0

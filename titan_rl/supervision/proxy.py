@@ -18,6 +18,8 @@ import time
 START_SECONDS = 120.0
 """How long there may be no fork server."""
 LENGTH = struct.Struct("<Q")
+CORES = "TITAN_RL_CORES"
+"""Variable with the cores of a process, as the kernel lists them: `0-31,64-95`."""
 
 
 def main() -> int:
@@ -25,14 +27,9 @@ def main() -> int:
         signal.signal(stop, signal.SIG_IGN)
     place, *words = sys.argv[1:]
     directory = words[0]
-    request = marshal.dumps(
-        {
-            "words": words,
-            "environment": dict(os.environ),
-            "cores": tuple(os.sched_getaffinity(0)),
-            "scheduling": os.sched_getscheduler(0),
-        }
-    )
+    mine = cores(os.environ.get(CORES, ""), os.sched_getaffinity(0))
+    state = {"environment": dict(os.environ), "cores": mine, "scheduling": os.sched_getscheduler(0)}
+    request = marshal.dumps({"words": words, **state})
     with _connect(place, directory) as server:
         socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2, os.open(".", os.O_PATH)])
         server.sendall(request)
@@ -43,6 +40,13 @@ def main() -> int:
         select.select([process], [], [])
         code = os.waitstatus_to_exitcode(exit_status(int(pid), process) or 0)
     return code if code >= 0 else 128 - code
+
+
+def cores(listed: str, allowed: set[int]) -> set[int]:
+    """Those listed that are allowed; if there are none, all that are allowed."""
+    ends = [part.partition("-") for part in listed.split(",") if part]
+    near = {core for first, _, last in ends for core in range(int(first), int(last or first) + 1)}
+    return near & allowed or allowed
 
 
 def _connect(place: str, directory: str) -> socket.socket:
