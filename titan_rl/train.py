@@ -146,6 +146,8 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     settings = choose(found, by_bytes=by_bytes, positions=positions, warmup=warmup)
     if "trainer.optimizer.lr" in given:  # which then is what the user says
         given = given | {"trainer.optimizer.kl_band"}
+    if "rollout.samples_per_group" in given:
+        given = given | {"rollout.most_samples"}
     chosen = [each for each in settings if each.setting not in given]
     width = max((len(each.setting) for each in chosen), default=0)
     print(f"{prog}: settings for {task}, each of which can be given")

@@ -55,6 +55,14 @@ def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
     assert chosen["rollout.sampling.max_new_tokens"] == 4, "two letters, what ends them, and one more"
     assert chosen["generator.max_model_len"] == 32 and "rollout.max_turns" not in chosen
     assert found.best == 1 and found.demonstrations
+    assert "rollout.most_samples" not in chosen, "right answers are taught"
+
+
+def test_groups_may_grow_where_right_answers_are_rare_and_nobody_shows_one():
+    found = Survey(info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, lucky=0.01)
+    assert {each.setting: each.value for each in choose(found)}["rollout.most_samples"] == 64
+    for other in (replace(found, lucky=0.5), replace(found, demonstrations=True)):
+        assert all(each.setting != "rollout.most_samples" for each in choose(other))
 
 
 def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):

@@ -31,6 +31,7 @@ from titan_rl.loop.records import RunSummary
 from titan_rl.loop.system import System
 from titan_rl.metrics.rollout_record import RolloutRecord, RolloutWriter, TurnRecord
 from titan_rl.policy.config import TrainerConfig, WarmupConfig
+from titan_rl.rollout.config import RolloutConfig
 from titan_rl.rollout.report import GroupReport
 from titan_rl.run.runs import Resume
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, StopReason
@@ -213,6 +214,7 @@ class World:
         checkpoint_every: int = 1,
         restore: bool = False,
         recorded: bool = False,
+        most_samples: int = 0,
     ) -> None:
         """
         Args:
@@ -231,6 +233,7 @@ class World:
                 untrainable_batches=untrainable_batches,
                 watchdog_seconds=watchdog_seconds,
             ),
+            rollout=RolloutConfig(samples_per_group=2, most_samples=most_samples),
             evaluation=EvaluationConfig(every=every),
             weights=WeightsConfig(max_live=max_live),
             checkpoint=CheckpointConfig(every=checkpoint_every, keep=100),

@@ -104,6 +104,28 @@ async def test_a_run_that_fails_keeps_the_step_that_is_under_way(tmp_path: Path)
     assert [step for step, numbers in world.metrics.written if "train/loss" in numbers] == [1, 2]
 
 
+async def test_groups_grow_while_most_of_a_step_have_equal_rewards(tmp_path: Path):
+    def different(group: int) -> float:  # in the first step one, in the second all
+        return float(group in {0, 3, 4, 5})
+
+    asked = {}
+    for begun in (True, False):
+        world = World(steps=5, groups=3, staleness=1, most_samples=6, directory=tmp_path, restore=not begun)
+        world.rollouts.outcome = lambda request: (0.0,) * (request.samples - 1) + (different(request.group_id),)
+        if begun:
+            world.script.holds = lambda name: name == "train 4"
+            async with world.running():
+                pass  # killed where it is held
+        else:
+            await world.run()
+        asked |= {each.group_id: (each.samples, each.min_version.step) for each in world.rollouts.started}
+    assert {samples for samples, step in asked.values() if step == 0} == {2}
+    assert {samples for samples, step in asked.values() if step in (1, 2)} == {4}, "after the first step, not the next"
+    assert {samples for samples, step in asked.values() if step == 3} == {6}
+    shown = {step: numbers["groups/samples"] for step, numbers in world.metrics.written if "train/loss" in numbers}
+    assert shown.items() >= {4: 4, 5: 6}.items()
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("gate", ["play 6", "play 9", "train 2", "train 3", "publish v2", "pull v2", "evaluate v2"])
 async def test_every_prompt_is_trained_once_and_every_step_evaluated_once(tmp_path: Path, staleness: int, gate: str):

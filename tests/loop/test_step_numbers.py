@@ -115,7 +115,7 @@ def test_what_a_group_asks_for(exact: bool, wanted: PolicyVersion | None) -> Non
     config = copy4()
     sampling = dataclasses.replace(config.rollout.sampling, temperature=0.7, top_p=0.9, top_k=5)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, sampling=sampling))
-    train = system(config).train_group(5, V3, exact=exact, attempt=2)
+    train = system(config).train_group(5, V3, 8, exact=exact, attempt=2)
     held_out = system(config).held_out_group(5, V3)
     assert (train.purpose, train.samples, train.attempt) == (Purpose.TRAIN, 8, 2)
     assert (held_out.purpose, held_out.samples) == (Purpose.EVALUATE, 1)

@@ -67,7 +67,8 @@ async def flow() -> AsyncIterator[Flow]:
         for step in range(config.loop.steps):
             groups = config.loop.groups_per_step
             requests = [
-                system.train_group(prompt, publication.version) for prompt in range(step * groups, (step + 1) * groups)
+                system.train_group(prompt, publication.version, config.rollout.samples_per_group)
+                for prompt in range(step * groups, (step + 1) * groups)
             ]
             reports = await system.rollouts.run_groups(requests)
             batch = SampleBatch.concat(report.samples for report in reports)
@@ -91,7 +92,7 @@ async def flow() -> AsyncIterator[Flow]:
             previous, publication = publication, await system.trainer.push_model_state_dict()
             await system.router.pull_model_state_dict(publication)
             await system.trainer.release(previous)
-        request = system.train_group(100, publication.version)
+        request = system.train_group(100, publication.version, config.rollout.samples_per_group)
         request = replace(request, sampling=replace(request.sampling, **TRUNCATION))
         (report,) = await system.rollouts.run_groups([request])
         samples = source.fetch(report.samples)

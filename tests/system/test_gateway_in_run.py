@@ -94,7 +94,7 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_also_after_its_g
         assert system.gateway is not None
         await system.router.pull_model_state_dict(await system.trainer.push_model_state_dict())
         sessions = RolloutGatewayClient(system.gateway.actor)
-        group = system.train_group(3, PolicyVersion(0, 0))
+        group = system.train_group(3, PolicyVersion(0, 0), 2)
         request = RolloutRequest(session_id="s", group=group, sample=1, max_turns=2, max_sampled_tokens=0)
         endpoint = await sessions.open(request)
         client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)

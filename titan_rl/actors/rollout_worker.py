@@ -87,19 +87,20 @@ class RolloutWorker(StoreKeeper):
             task.cancel()
 
     @endpoint
-    async def describe(self, purpose: Purpose, wanted: tuple[tuple[int, RolloutRecord], ...]) -> list[RolloutRecord]:
+    async def describe(
+        self, purpose: Purpose, wanted: tuple[tuple[int, int, RolloutRecord], ...]
+    ) -> list[RolloutRecord]:
         """Those that are known here. They are looked up before the first await, so that a `release` right behind this
-        call comes after it. `wanted`: the id of any sample of the group, or, of an evaluation, the group's id; and the
-        rollout in numbers."""
+        call comes after it. `wanted`: the id of any sample of the group, or, of an evaluation, the group's id; the
+        rollouts of the group; and the rollout in numbers."""
         evaluated = purpose is Purpose.EVALUATE
         known = self._evaluated if evaluated else self._trained
-        found = [(known[key], rollout) for key, rollout in wanted if key in known]
+        found = [(known[key], count, rollout) for key, count, rollout in wanted if key in known]
         if evaluated:
             self._evaluated.clear()
-        count = 1 if evaluated else self._config.rollout.samples_per_group
         decode = self._runner.renderer.decode
         return await asyncio.to_thread(
-            lambda: [result.describe(rollout, decode, count=count) for result, rollout in found]
+            lambda: [result.describe(rollout, decode, count=count) for result, count, rollout in found]
         )
 
     @endpoint

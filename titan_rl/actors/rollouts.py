@@ -241,14 +241,15 @@ class RolloutWorkers:
         if not chosen:
             return []
         purpose = chosen[0].purpose
-        wanted: dict[str, list[tuple[int, RolloutRecord]]] = {}
+        wanted: dict[str, list[tuple[int, int, RolloutRecord]]] = {}
         if purpose is Purpose.EVALUATE:  # whichever worker has played it
-            wanted = {worker.store: [(each.group, each) for each in chosen] for worker in self._living}
+            wanted = {worker.store: [(each.group, 1, each) for each in chosen] for worker in self._living}
         else:
-            samples = {report.group_id: report.samples.refs for report in reports}
+            groups = {report.group_id: report for report in reports}
             for each in chosen:
-                ref = samples[each.group][0]  # any sample of its group
-                wanted.setdefault(ref.store, []).append((ref.sample_id, each))
+                group = groups[each.group]
+                ref = group.samples.refs[0]  # any of its samples
+                wanted.setdefault(ref.store, []).append((ref.sample_id, len(group.rollouts), each))
         try:
             known = await self._all(
                 RolloutWorker.describe, {store: (purpose, tuple(its)) for store, its in wanted.items()}

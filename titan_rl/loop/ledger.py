@@ -50,6 +50,8 @@ class Ledger:
     """Of groups that are finished and not yet released, by group id."""
     outcomes: dict[int, GroupOutcome] = field(default_factory=dict)
     """Of groups that have ended and are not decided, by group id."""
+    grown: list[int] = field(default_factory=list)
+    """Of `GroupSize`."""
     older: dict[PolicyVersion, set[str]] = field(default_factory=dict)
     """Only in a checkpoint: versions before the trainer's that are still needed, and their holders."""
     metrics_bytes: int = 0
@@ -62,6 +64,7 @@ class Ledger:
             "buffer": self.buffer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "streak": self.streak,
+            "grown": self.grown,
             "summary": {**summary, "failed": [*map(GroupReport.to_plain, self.summary.failed)]},
             "reports": [*map(GroupReport.to_plain, self.reports.values())],
             "lessons": self.outcomes,
@@ -93,6 +96,7 @@ class Ledger:
             outcomes={
                 int(group_id): msgspec.convert(each, GroupOutcome) for group_id, each in state["lessons"].items()
             },
+            grown=state.get("grown", []),
             older={PolicyVersion(*version): {*holders} for version, holders in state["older"]},
             metrics_bytes=state["metrics_bytes"],
             rollouts_bytes=state["rollouts_bytes"],

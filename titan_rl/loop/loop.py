@@ -42,6 +42,7 @@ from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.failures import NEWEST, too_many_failures
 from titan_rl.scheduling.group import Batch, Group, Outcome
+from titan_rl.scheduling.group_size import GroupSize
 from titan_rl.scheduling.schedule import Untrainable
 from titan_rl.types import PolicyVersion
 from titan_rl.view.display import RunDisplay
@@ -88,6 +89,8 @@ class TrainingLoop:
         self._versions = ServedVersions(self._buffer, self._publications, system.router, changes)
         self._lost = LostGroups(ledger, system.rollouts, changes)
         self._exact = self._buffer.limits.exact_versions
+        rollout = config.rollout
+        self._size = GroupSize(first=rollout.samples_per_group, most=rollout.most_samples, grown=ledger.grown)
         self.has_weights = restore_from is None
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
@@ -215,7 +218,9 @@ class TrainingLoop:
         run."""
         with self._activity("rollout", group=group.group_id, attempt=group.attempt):
             prompt, version = group.group_id, group.min_version
-            request = self._system.train_group(prompt, version, exact=self._exact, attempt=group.attempt)
+            request = self._system.train_group(
+                prompt, version, self._size.at(version.step), exact=self._exact, attempt=group.attempt
+            )
             try:
                 report = await self._system.rollouts.run_group(request)
             except ActorGone as error:  # its worker, or the gateway of its programs
@@ -293,6 +298,9 @@ class TrainingLoop:
         except SamplesLost as error:
             return await self._lost.batch_lost(batch, error)
         self._recorder.finish(recording)
+        groups = [(len(each.rollouts), len(each.rewards) <= 1 and not each.solved) for each in reports]
+        if self._size.trained(step, groups):
+            self._display.print_line(f"groups of {self._size.at(step)} from here on: most had equal rewards")
         self._buffer.trained(PolicyVersion(batch.version.incarnation, step))
         for group_id in batch.group_ids:
             del self._reports[group_id]

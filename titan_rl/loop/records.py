@@ -169,6 +169,7 @@ class StepRecords:
                 },
                 **{f"groups/{name}": getattr(counts, name) for name in ("admitted", "filtered", "failed", "active")},
                 "groups/lost": summary.lost,
+                "groups/samples": float(np.mean([len(report.rollouts) for report in reports])),
                 "groups/equal_rewards": float(np.mean([len(report.rewards) <= 1 for report in reports])),
                 "data_plane/held_samples": sum(store.samples for store in held),
                 "data_plane/held_bytes": sum(store.nbytes for store in held),

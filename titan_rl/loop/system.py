@@ -32,11 +32,9 @@ class System:
     """None where no program plays."""
 
     def train_group(
-        self, prompt: int, version: PolicyVersion, *, exact: bool = False, attempt: int = 0
+        self, prompt: int, version: PolicyVersion, samples: int, *, exact: bool = False, attempt: int = 0
     ) -> GroupRequest:
-        """A training group of this run's config for one prompt of the stream, sampled by `version` or (not `exact`) a
-        newer one."""
-        samples = self.config.rollout.samples_per_group
+        """A training group for one prompt of the stream, sampled by `version` or (not `exact`) a newer one."""
         request = group_request(self.config, Purpose.TRAIN, prompt, samples=samples, version=version)
         return replace(request, exact_version=version if exact else None, attempt=attempt)
 

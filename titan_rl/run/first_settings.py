@@ -52,6 +52,7 @@ BONUS = "trainer.loss.kwargs.entropy_bonus"
 LUCK = 0.05
 """Share of answers at random that are right. With fewer, right ones are taught first where they are known: that takes
 seconds, and what remains for rewards is what nobody demonstrates."""
+MOST_SAMPLES = 64
 RIGHT = 0.9
 """Of the best reward that was seen: what an answer gets that counts as right."""
 TAUGHT: dict[str, tuple[int | float, str]] = {
@@ -285,6 +286,8 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
+    elif found.lucky < LUCK and not taught:
+        add("rollout.most_samples", MOST_SAMPLES, "where most rewards are equal, groups grow to find others")
     add("trainer.optimizer.kl_band", KL_BAND, "nats; a step that went further would be made smaller")
     if trained:
         add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")
