@@ -76,10 +76,6 @@ WRONG = {
     "--recipe copy4 --rollout.rollouter no.such:Player": ("rollout.rollouter", "no module 'no.such'"),
     "--recipe copy4 --router.strategy random": ("router.strategy", "least_loaded, round_robin, sticky_session"),
     "--recipe copy4 --router.strategy_kwargs.max_sessions 7": ("router.strategy_kwargs.max_sessions", "LeastLoaded"),
-    "--recipe copy4 --router.strategy sticky_session --router.strategy_kwargs.max_sessions 0": (
-        "router.strategy_kwargs.max_sessions",
-        "at least 1",
-    ),
     "--recipe copy4 --loop.filter variance": ("loop.filter: 'variance' names nothing", "no_variance"),
     "--recipe copy4 --generator.engine vlm": ("generator.engine", "simulated, vllm", "did you mean vllm?"),
     "--recipe copy4 --generator.linear packedd": ("generator.linear", "one of auto, plain, packed, got"),
