@@ -8,7 +8,6 @@ Imports the classes that the config names. Of the project itself, imports nothin
 """
 
 import inspect
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -21,7 +20,7 @@ from typing import Annotated, Any, Literal, get_origin
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
-from titan_rl.errors import AbsentError, ConfigError, ConfigWarning
+from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, refuse_more_ranks
 from titan_rl.hosts.facts import HostFacts, transport
@@ -87,13 +86,11 @@ def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None 
     return [
         *quick_problems(logging.directory),
         *problems,
-        *_more_ranks_than_cores(config, host, serving=serving),
         *problems_of(
             partial(_policy, config, host),
             partial(_generator, config, host, serving=serving),
             partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
             partial(_strategy, config),
-            partial(_directory, "logging.directory", logging.directory),
             *(() if serving else of_training),
         ),
     ]
@@ -110,22 +107,6 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
     except ConfigError as error:
         raise AbsentError(str(error)) from error
     check_open_files(host, placement.processes)
-
-
-def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[ConfigError]:
-    if resolve_device(config, host) == "cuda":
-        return []
-    meshes = {"generator": config.generator.tensor_parallel}
-    meshes |= {} if serving else {"trainer": config.trainer.ranks}
-    return [
-        ConfigWarning(
-            f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
-            f"({mesh}.tensor_parallel, {'trainer.data_parallel, ' * (mesh == 'trainer')}placement.threads), and this "
-            f"host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster"
-        )
-        for mesh, ranks in meshes.items()
-        if (threads := ranks * config.placement.threads) > host.cpus
-    ]
 
 
 def check_open_files(host: HostFacts, processes: int) -> None:
@@ -252,18 +233,6 @@ def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], bas
     if base is object and not callable(found):
         raise ConfigError(f"{setting}: {name} cannot be called")
     return found
-
-
-def _directory(setting: str, directory: str) -> None:
-    """Whether directories can be made in `directory`, which need not exist yet. Only trying tells."""
-    place = Path(directory).expanduser().resolve()
-    try:
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        with tempfile.TemporaryDirectory(dir=place):
-            pass
-    except OSError as error:
-        raise AbsentError(f"{setting}: {directory} cannot be written: {place}: {error.strerror}") from error
 
 
 def _package(setting: str, name: str, extra: str) -> None:
