@@ -194,9 +194,8 @@ class LoggingConfig:
     progress: bool = True
     """Live display in a terminal; plain lines elsewhere."""
     spans: bool = True
-    """Write what every process does and for whom it waits into `spans/`, and at the end all of it into
-    `trace.json.gz`, for Perfetto and `titan-rl report`. Takes about 1 % of the processor time of a tiny policy's
-    steps, and less of longer ones."""
+    """Write what every process does and for whom it waits into `spans/`, for `titan-rl report` and Perfetto. Takes
+    about 1 % of the processor time of a tiny policy's steps, and less of longer ones."""
     save_final: bool = True
     """Write the newest weights as a Hugging Face checkpoint when the run ends, also when it fails or is stopped."""
 
