@@ -97,7 +97,7 @@ VERBS = {
     "launch": ("submit:main", "Submit a run as a job: slurm or kubernetes, --nodes N -- arguments of train."),
     "report": ("view.report", "Write one HTML file that shows a run, or compares several: RUN [RUN2 ...]."),
     "runs": ("run.runs", "List the runs of a directory: state, step, score, how to go on."),
-    "doctor": ("run.doctor", "Look at this host: what would stop a run, what dead runs have left, and what to do."),
+    "doctor": ("run.doctor", "Look at this host: what would stop a run, and what to do."),
 }
 """Verb → the module of its `VERB`, or the function that is given its arguments and `prog`; and what it does."""
 

@@ -90,9 +90,7 @@ class PlacementConfig:
     """Starts in a row of one mesh that may fail, with pauses of up to 60 s. Then a generator is left out, and any
     other mesh ends the run."""
     least_generators: Count = 1
-    """Generators are left out, or leave with their host, only while so many are left."""
-    too_few_generators: Literal["end", "wait"] = "end"
-    """When fewer would be left: end the run, or go on starting them for ever."""
+    """Generators are left out, or leave with their host, only while so many are left; below that the run ends."""
 
     def __post_init__(self) -> None:
         self.hosts = tuple(host for several in self.hosts for host in several.split(",") if host)
@@ -186,18 +184,14 @@ class LoggingConfig:
     """Every run makes a directory of its own below this one, `NAME-TIME-PID`."""
     name: str = ""
     """Of the run; `--name` is the same. Empty: that of the recipe, or of the file that holds it."""
-    tensorboard: bool = True
-    wandb_project: str = ""
-    """Also log to this Weights & Biases project; empty: never contact it."""
     rollouts: CountOrZero = 1
     """So many of the best, of the worst and of random rollouts of every step are recorded in `rollouts.jsonl`, message
     by message and token by token, and a few of each evaluation. 0: none. A recorded token takes about 70 bytes."""
     progress: bool = True
     """Live display in a terminal; plain lines elsewhere."""
     spans: bool = True
-    """Write what every process does and for whom it waits into `spans/`, and at the end all of it into
-    `trace.json.gz`, for Perfetto and `titan-rl report`. Takes about 1 % of the processor time of a tiny policy's
-    steps, and less of longer ones."""
+    """Write what every process does and for whom it waits into `spans/`, for `titan-rl report` and Perfetto. Takes
+    about 1 % of the processor time of a tiny policy's steps, and less of longer ones."""
     save_final: bool = True
     """Write the newest weights as a Hugging Face checkpoint when the run ends, also when it fails or is stopped."""
 

@@ -74,7 +74,7 @@ class Checked(Environment):
         return [count] if self.wrong == "tool" else []
 
     def held_out(self, count):
-        first = {"seed": self.seed, "chance": random.randrange(50), "call": next(COUNT)}.get(self.wrong, 0)
+        first = {"chance": random.randrange(50), "call": next(COUNT)}.get(self.wrong, 0)
         if self.wrong in ("nothing", "no list"):
             return [] if self.wrong == "nothing" else None
         if self.wrong == "held out letters":

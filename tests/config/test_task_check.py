@@ -1,6 +1,5 @@
-"""A task that cannot work is refused in one sentence before anything starts (40 s: two processes per case)."""
+"""A task that cannot work is refused in one sentence before anything starts (30 s)."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,7 +45,6 @@ WRONG = {
     "held out letters": ("held-out prompt 1 cannot be given", "no symbol 'L', in 'Lot'", "policy.tiny.symbols"),
     "tool": ("this tokenizer has no symbols <tool> and </tool>", "policy.tiny.special_tokens"),
     "nothing": ("held_out(1000) gave no prompts",),
-    "seed": ("held_out(1000) gives other prompts with seed 1 instead of 0, the first at 0: '0=', then '1='",),
     "call": ("held_out(1000) gives other prompts when it is called again, the first at 0: '0=', then '1='",),
     "demonstration raises": ("ValueError: no demonstration", line('raise ValueError("no demonstration")')),
     "demonstration letters": ("demonstration 0: the tokenizer has no symbol 'y'", "policy.tiny.symbols"),
@@ -84,7 +82,7 @@ def test_what_is_wrong_with_a_task_is_one_sentence_that_says_where(wrong):
 
 def test_held_out_prompts_that_chance_draws_are_refused():
     (problem,) = checked("chance")
-    assert re.search(r"gives other prompts (when it is called again|with seed 1)", str(problem))
+    assert "gives other prompts when it is called again" in str(problem)
 
 
 def test_what_is_absent_on_this_host_is_told_apart():

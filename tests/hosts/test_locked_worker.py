@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_rl.hosts.agent import News, lock_worker
-from titan_rl.hosts.shipped_logs import MOST_BYTES, ShippedLogs
+from titan_rl.hosts.agent import lock_worker
 
 
 def held(file: Path) -> int:
@@ -141,17 +140,3 @@ def test_a_disk_that_stalls_does_not_keep_the_controller_from_its_hosts(worker: 
     until(run, "attached")
     run.stdin.write("leave\n")
     assert run.wait(60) == 0
-
-
-def test_while_a_disk_stalls_no_more_is_asked_for_and_nothing_is_lost(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "log")
-    logs = ShippedLogs(str(tmp_path), pytest.fail)
-    texts = [bytes([each]) * (MOST_BYTES // 2) for each in range(2)]
-    for text in texts:
-        assert logs.has_room
-        logs.put(News("log", "log", text=text))
-    assert not logs.has_room
-    with open(tmp_path / "log", "rb") as reader:
-        assert reader.read(MOST_BYTES) == b"".join(texts)
-        logs.close(60.0)
-    assert logs.has_room

@@ -5,7 +5,6 @@ With `deterministic` the weights of a run are the same bits on one host and on s
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 import shutil
@@ -18,7 +17,6 @@ import pytest
 
 from tests.hosts.namespaces import Hosts, skip_reason
 from tests.hosts.workers import certificates, tls_variables, workers
-from titan_rl.view.timelines import TRACE
 
 pytestmark = [pytest.mark.skipif(bool(skip_reason()), reason=skip_reason() or "-"), pytest.mark.timeout(600)]
 
@@ -27,7 +25,7 @@ TRAIN = [sys.executable, "-m", "titan_rl.train"]
 FEW = (
     *("--deterministic", "true", "--loop.groups-per-step", "4", "--rollout.samples-per-group", "4"),
     *("--rollout.workers", "2", "--evaluation.every", "0", "--evaluation.prompts", "8"),
-    *("--evaluation.target-exact-match", "0", "--logging.tensorboard", "false"),
+    *("--evaluation.target-exact-match", "0"),
 )
 SMALL = (
     *("--recipe", "copy4_async", "--generator.engine", "simulated", "--loop.steps", "20"),
@@ -80,8 +78,8 @@ def test_a_disturbed_run_over_three_hosts_ends_with_the_weights_of_one_host(tmp_
         (directory,) = tmp_path.glob("copy4_async-*")
         logs = {file.stem for file in directory.glob("logs/*.log")}
         assert {"generator0", "generator1", "relay0", "relay1", "relay2", "rollout0", "rollout1"} <= logs
-        trace = gzip.decompress((directory / TRACE).read_bytes()).decode()
-        timelines = re.findall(r'"([a-z]+)\w*\.0 \(host[12],', trace)
+        spans = "".join(file.read_text() for file in directory.glob("spans/*.jsonl"))
+        timelines = re.findall(r'"([a-z]+)\w*\.0 \(host[12],', spans)
         assert {"generator", "relay", "rollout"} <= {*timelines}
     assert weights(tmp_path) == on_one_host(tmp_path / "one", *SMALL)
 

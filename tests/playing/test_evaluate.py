@@ -12,7 +12,6 @@ from rich.console import Console
 from titan_rl.cli import main
 from titan_rl.errors import GeneratorFailed, TaskError
 from titan_rl.metrics.rollout_record import RolloutRecord, read_record
-from titan_rl.playing import evaluate
 from titan_rl.playing.evaluate import Scores, estimate, names_of, play, table
 from titan_rl.playing.policies import bare_recipe, run_of, run_until_signal
 from titan_rl.rollout.config import EnvironmentConfig
@@ -124,9 +123,9 @@ async def test_a_task_without_held_out_prompts_cannot_be_evaluated(tmp_path):
 
 async def test_a_policy_that_cannot_answer_is_named_and_not_a_group_of_exceptions():
     async def say(messages, tools, request):
-        raise GeneratorFailed("the server is gone")
+        raise GeneratorFailed("the router is gone")
 
-    with pytest.raises(GeneratorFailed, match="the server is gone"):
+    with pytest.raises(GeneratorFailed, match="the router is gone"):
         await scores_of(say)
 
 
@@ -162,7 +161,7 @@ def test_k_grows_by_powers_of_two():
 
 
 def test_policies_are_named_as_short_as_possible():
-    assert names_of(["runs/a/checkpoints/step-1", "http://h/v1"]) == ["step-1", "http://h/v1"]
+    assert names_of(["runs/a/checkpoints/step-1", "weights"]) == ["step-1", "weights"]
     assert names_of(["a/checkpoint", "b/checkpoint"]) == ["a/checkpoint", "b/checkpoint"]
 
 
@@ -178,28 +177,17 @@ def test_a_checkpoint_belongs_to_its_run(tmp_path):
     ("arguments", "words"),
     [
         ([], "say what to evaluate"),
-        (["http://h/v1"], "name the task"),
+        (["weights"], "name the task"),
         (["a", "a", "--task", "copy"], "a twice"),
-        (
-            ["no-such-run"],
-            "there is no no-such-run: a policy is a run, a checkpoint, a Hugging Face directory or a URL",
-        ),
-        (["http://h/v1", "--task", "kopy"], "did you mean copy?"),
-        (
-            ["http://h/v1", "--task", "copy", "--temperature", "0"],
-            "--temperature: expected a finite number of more than 0",
-        ),
-        (["http://h/v1", "--task", "copy", "--samples", "-1"], "--samples: expected a number from 0 on"),
+        (["no-such-run"], "there is no no-such-run: a policy is a run, a checkpoint or a Hugging Face directory"),
+        (["weights", "--task", "kopy"], "did you mean copy?"),
+        (["weights", "--task", "copy", "--temperature", "0"], "--temperature: expected a finite number of more than 0"),
+        (["weights", "--task", "copy", "--samples", "-1"], "--samples: expected a number from 0 on"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused_before_anything_starts(capsys, arguments, words):
+def test_what_cannot_be_evaluated_is_refused_before_anything_starts(tmp_path, monkeypatch, capsys, arguments, words):
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
     assert main(["eval", *arguments]) == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_url_that_nobody_answers_is_told_before_anything_starts(monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "run_until_signal", lambda *_: pytest.fail("a fleet was started"))
-    dead = "http://127.0.0.1:1/v1"
-    for model in ([], ["--model", "big"]):
-        assert main(["eval", dead, "--task", "copy", *model]) == 2
-        assert "127.0.0.1:1/v1 cannot be asked" in capsys.readouterr().err

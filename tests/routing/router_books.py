@@ -17,7 +17,6 @@ from titan_rl.types import Completion, GenerationRequest, PolicyVersion
 
 WAITING, LIVE, LEFT = "waiting", "live", "left"
 
-PAUSED = {Phase.DRAINING, Phase.PULLING, Phase.ASLEEP, Phase.SPARE}
 UNMOVED = {Phase.ASLEEP, Phase.SPARE, *GONE}
 
 
@@ -27,7 +26,6 @@ class Caller:
 
     asked: GenerationRequest
     place: str
-    queued_at: float = 0.0
     given_up: bool = False
     deaths: int = 0  # of generators under it
     segments: list[Completion] = field(default_factory=list)  # what the stitched completion must consist of
@@ -49,18 +47,10 @@ class RouterBooks:
     """Dispatcher, fleet and strategy of a router, and what they should agree with."""
 
     def __init__(
-        self,
-        strategy: RoutingStrategy,
-        *,
-        generators: int,
-        sync_wait: float = 0.0,
-        max_sessions: int = 0,
-        serving: int | None = None,
-        **settings: Any,
+        self, strategy: RoutingStrategy, *, generators: int, serving: int | None = None, **settings: Any
     ) -> None:
         self.strategy = strategy
         self.config = RouterConfig(**settings)
-        self.sync_wait, self.max_sessions = sync_wait, max_sessions
         self.fleet = Fleet(strategy, serving=serving)
         self.plan = VersionPlan(self.fleet, self.config)
         self.dispatcher = Dispatcher(strategy, self.fleet, self.config)
@@ -68,7 +58,6 @@ class RouterBooks:
         self.names = [f"g{index}" for index in range(generators)]
         for name in self.names:
             self.fleet.join(name)
-        self.now = 0.0
         self.callers: dict[str, Caller] = {}
         self.live: dict[str, tuple[Assignment, Caller]] = {}  # by attempt id
         self.attempts: set[str] = set()  # every attempt id ever
@@ -77,7 +66,6 @@ class RouterBooks:
         self.late: set[str] = set()  # of the syncs
         self.failures: dict[str, int] = {}  # of pulls of wanted versions, since the wanted versions changed
         self.held: dict[str, PolicyVersion] = {}  # last verified
-        self.left: set[str] = set()  # stale since they served last: nobody waits for them
         self.pulls: list[Pull] = []
 
     def live_on(self, name: str) -> list[str]:
@@ -148,16 +136,7 @@ class RouterBooks:
                 exact = caller.asked.exact_version
                 if exact and any(each.phase is Phase.SWAPPING and each.version == exact for each in self.fleet):
                     continue  # it waits until that has changed over
-                deadline = caller.queued_at + self.sync_wait
-                assert caller.asked.session_id is not None and self.now < deadline, "it waits for nothing"
-                assert self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= deadline
-        if isinstance(self.strategy, StickySession):
-            live_sessions = [caller.asked.session_id for _, caller in self.live.values()]
-            sessions = {session for session in live_sessions if session is not None}
-            assert all(self.strategy.generator_of(session) for session in sessions)
-            known = {asked for each in self.callers.values() if (asked := each.asked.session_id) is not None}
-            remembered = sum(self.strategy.generator_of(session) is not None for session in known)
-            assert remembered <= self.max_sessions + len(sessions)
+                raise AssertionError("it waits for nothing")
 
     def check_quiet(self) -> None:
         """What must hold once nothing is under way and nothing went wrong on the last stretch."""
@@ -188,9 +167,3 @@ class RouterBooks:
             return
         assert home is not None
         assert not self.can_serve(home, caller.asked), "a session stays where it can be served"
-        if (
-            caller.asked.exact_version is None
-            and home not in self.left
-            and (self.fleet[home].phase in PAUSED or self.fleet[home].phase.serves)
-        ):
-            assert self.now >= caller.queued_at + self.sync_wait, "a session waits for its generator"

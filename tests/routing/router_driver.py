@@ -28,11 +28,10 @@ class RouterDriver(RouterBooks):
         entering: list[GenerationRequest] = []
         for asked in requests:
             assert self.dispatcher.refusal(asked) is None
-            caller = self.callers[asked.request_id] = Caller(asked, WAITING)
-            caller.queued_at = self.now
+            self.callers[asked.request_id] = Caller(asked, WAITING)
             entering.append(asked)
         homes = self.homes()
-        self._took(self.dispatcher.submit(entering, self.now), homes)
+        self._took(self.dispatcher.submit(entering), homes)
         self._fail_what_nobody_serves()
         if len(self.plan.wanted) > 1:
             self.advance()
@@ -51,9 +50,9 @@ class RouterDriver(RouterBooks):
             )
             passed_on = self.dispatcher.ended_whole(attempt_id, reason)
             assert not (passed_on and caller.segments), "tokens of earlier attempts would be lost"
-            whole = part if passed_on else self.dispatcher.completed(attempt_id, part, self.now)
+            whole = part if passed_on else self.dispatcher.completed(attempt_id, part)
             assert not self.dispatcher.ended_whole(attempt_id, reason)
-            assert self.dispatcher.completed(attempt_id, part, self.now) is None, "a late answer is nobody's"
+            assert self.dispatcher.completed(attempt_id, part) is None, "a late answer is nobody's"
             goes_on = reason is FinishReason.ABORT and len(part.token_ids) < budget and not caller.given_up
             assert (whole is None) == goes_on
             if whole is None:
@@ -87,9 +86,7 @@ class RouterDriver(RouterBooks):
         """Attempts end with an error of their generator; a fatal one says that it is gone."""
         for attempt_id in attempt_ids:
             assignment, caller = self.live.pop(attempt_id)
-            rest = self.dispatcher.lost(
-                attempt_id, self.now, died=f"{assignment.generator} was killed" if fatal else ""
-            )
+            rest = self.dispatcher.lost(attempt_id, died=f"{assignment.generator} was killed" if fatal else "")
             assert (rest is not None) == caller.given_up
             caller.deaths += fatal
             if rest is not None:
@@ -103,13 +100,13 @@ class RouterDriver(RouterBooks):
             else:
                 self._queued(caller)
             if fatal:
-                self.fleet.died(assignment.generator, f"killed at {self.now}")
+                self.fleet.died(assignment.generator, "killed")
                 self._dead(assignment.generator)
         self.advance()
 
     def die(self, name: str) -> None:
         """Its process ends; the controller says so."""
-        self.fleet.died(name, f"killed at {self.now}")
+        self.fleet.died(name, "killed")
         self._dead(name)
         self.lose(self.live_on(name), fatal=True)
 
@@ -122,7 +119,6 @@ class RouterDriver(RouterBooks):
         self.fleet.join(name)
         for book in (self.failures, self.held):
             book.pop(name, None)
-        self.left.add(name)  # it has no session's prefix: nobody waits for it
         self.advance()
 
     def leave_out(self, name: str) -> None:
@@ -143,12 +139,6 @@ class RouterDriver(RouterBooks):
                 self._answered(caller, outcome)
             case _:
                 assert outcome is None, "an answered request is unknown"
-
-    def tick(self, seconds: float) -> None:
-        self.now += seconds
-        if self.dispatcher.wake_at is not None and self.dispatcher.wake_at <= self.now:
-            self._reconsider()
-            self._fail_what_nobody_serves()
 
     # Weights.
 
@@ -209,13 +199,11 @@ class RouterDriver(RouterBooks):
                 self.failures.pop(name, None)
                 assert self.fleet[name].phase is Phase.SERVING, "what was verified serves"
                 self.closed.discard(name)
-                self.left.discard(name)
             case "failed":
                 self.plan.failed(name, f"bad bytes in {version}")
                 self.closed.discard(name)
                 if version in self.plan.wanted:
                     self.failures[name] = self.failures.get(name, 0) + 1
-                self.left.add(name)
                 assert self.fleet[name].reason == f"bad bytes in {version}"
             case "died":
                 self.die(name)
@@ -226,7 +214,6 @@ class RouterDriver(RouterBooks):
         self.fleet[name].late("too slow")
         assert self.fleet[name].phase is Phase.LATE
         self.late.add(name)
-        self.left.add(name)
         self.closed.discard(name)
         self.advance()
 
@@ -271,7 +258,6 @@ class RouterDriver(RouterBooks):
                     self.end_pull(name, "verified")
             for attempt_id in list(self.live):
                 self.answer([(attempt_id, 2, FinishReason.STOP)])
-            self.tick(self.sync_wait)
             self.check()
             if not self.syncs and not self.live:
                 dead = [health.name for health in self.fleet if health.phase is Phase.DEAD]
@@ -304,10 +290,10 @@ class RouterDriver(RouterBooks):
 
     def _reconsider(self) -> None:
         homes = self.homes()
-        self._took(self.dispatcher.reconsider(self.now), homes)
+        self._took(self.dispatcher.reconsider(), homes)
 
     def _queued(self, caller: Caller) -> None:
-        caller.place, caller.queued_at = WAITING, self.now
+        caller.place = WAITING
 
     def _answered(self, caller: Caller, whole: Completion) -> None:
         assert whole.request_id == caller.asked.request_id

@@ -21,12 +21,12 @@ from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, S
 
 
 def started(dispatcher: Dispatcher, asked: GenerationRequest) -> GenerationRequest:
-    (assignment,) = dispatcher.submit([asked], 0.0)
+    (assignment,) = dispatcher.submit([asked])
     return assignment.request
 
 
 def resumed(dispatcher: Dispatcher) -> GenerationRequest:
-    (assignment,) = dispatcher.reconsider(0.0)
+    (assignment,) = dispatcher.reconsider()
     return assignment.request
 
 
@@ -84,10 +84,10 @@ def test_what_was_shown_is_never_sampled_again(budget: int, attempts: list[tuple
                     shown.append(each)
                 start = end
         if is_lost:
-            whole = dispatcher.lost(attempt.request_id, 0.0)
+            whole = dispatcher.lost(attempt.request_id)
         else:
             # What was sampled and not shown yet is the first that the caller misses.
-            whole = dispatcher.completed(attempt.request_id, sampled, 0.0)
+            whole = dispatcher.completed(attempt.request_id, sampled)
             if start < len(sampled.token_ids):
                 shown.append(replace(piece(attempt, sampled, start, len(sampled.token_ids)), request_id="r0"))
         assert dispatcher.shown(piece(attempt, sampled, 0, 1)) is None, "the attempt is over"
@@ -97,7 +97,7 @@ def test_what_was_shown_is_never_sampled_again(budget: int, attempts: list[tuple
         assert attempt.stream_from == sum(len(each.token_ids) for each in shown)
     if whole is None:
         last = completion(attempt, 1, FinishReason.STOP, version=V1)
-        whole = dispatcher.completed(attempt.request_id, last, 0.0)
+        whole = dispatcher.completed(attempt.request_id, last)
     assert whole is not None
     position = 0
     for each in shown:
@@ -114,10 +114,10 @@ def test_a_long_stream_goes_on_where_it_was_too() -> None:
     sampled = completion(first, 1000)
     for position in range(1000):
         assert dispatcher.shown(piece(first, sampled, position, position + 1)) is not None
-    assert dispatcher.lost("r0", 0.0) is None
+    assert dispatcher.lost("r0") is None
     second = resumed(dispatcher)
     assert second.prompt_token_ids[3:].tolist() == sampled.token_ids.tolist()
-    whole = dispatcher.completed(second.request_id, completion(second, 1, FinishReason.STOP), 0.0)
+    whole = dispatcher.completed(second.request_id, completion(second, 1, FinishReason.STOP))
     assert whole is not None
     assert tokens_of(whole)[:1000] == tokens_of(sampled)
 
@@ -126,12 +126,12 @@ def test_a_lost_attempt_that_was_shown_to_its_end_has_ended() -> None:
     _, dispatcher = serving(RoundRobin(), 2)
     first = started(dispatcher, replace(request("r0", budget=5), stream_from=0))
     dispatcher.shown(piece(first, completion(first, 5), 0, 5))
-    whole = dispatcher.lost("r0", 0.0)
+    whole = dispatcher.lost("r0")
     assert whole is not None and (whole.finish_reason, len(whole.token_ids)) == (FinishReason.LENGTH, 5)
     second = started(dispatcher, replace(request("r1", budget=5, stop=(99,)), stream_from=0))
     stopped = replace(completion(second, 2), token_ids=np.array([7, 99], np.int32))
     dispatcher.shown(piece(second, stopped, 0, 2))
-    whole = dispatcher.lost("r1", 0.0)
+    whole = dispatcher.lost("r1")
     assert whole is not None and whole.finish_reason is FinishReason.STOP and whole.generator == "g1"
 
 
@@ -151,7 +151,7 @@ def test_without_resumption_everything_is_shown_again() -> None:
     first = started(dispatcher, asked)
     sampled = completion(first, 3)
     assert dispatcher.shown(piece(first, sampled, 0, 3)) is not None
-    assert dispatcher.lost("r0", 0.0) is None
+    assert dispatcher.lost("r0") is None
     second = resumed(dispatcher)
     assert (second.stream_from, second.seed, second.sampling) == (0, asked.seed, asked.sampling)
     again = dispatcher.shown(piece(second, sampled, 0, 2))
@@ -164,7 +164,7 @@ def test_a_caller_that_gives_up_gets_what_it_was_shown_of_a_lost_attempt() -> No
     sampled = completion(attempt, 3)
     dispatcher.shown(piece(attempt, sampled, 0, 2))
     dispatcher.abort("r0")
-    whole = dispatcher.lost("r0", 0.0)
+    whole = dispatcher.lost("r0")
     assert whole is not None and whole.finish_reason is FinishReason.ABORT
     assert whole.token_ids.tolist() == cut(sampled, 2, FinishReason.ABORT).token_ids.tolist()
 
@@ -202,18 +202,18 @@ def test_tokens_that_are_others_than_those_that_were_streamed_are_an_error(lengt
 def test_an_undisturbed_completion_is_handed_on_as_it_is() -> None:
     _, dispatcher = serving(LeastLoaded(), 1)
     answer = completion(started(dispatcher, request("r0")), 5, FinishReason.STOP)
-    assert dispatcher.completed("r0", answer, 0.0) is answer
+    assert dispatcher.completed("r0", answer) is answer
 
 
 def test_a_stitched_completion_says_how_it_came_about() -> None:
     _, dispatcher = serving(RoundRobin(), 2)
     attempt = started(dispatcher, request("r0"))
-    assert dispatcher.completed("r0", completion(attempt, 2), 0.0) is None
+    assert dispatcher.completed("r0", completion(attempt, 2)) is None
     attempt = resumed(dispatcher)
-    dispatcher.lost(attempt.request_id, 0.0)
+    dispatcher.lost(attempt.request_id)
     attempt = resumed(dispatcher)
     whole = dispatcher.completed(
-        attempt.request_id, completion(attempt, 1, FinishReason.STOP, generator="g1", version=V1), 0.0
+        attempt.request_id, completion(attempt, 1, FinishReason.STOP, generator="g1", version=V1)
     )
     assert whole is not None
     assert whole.generator == "g1"
@@ -238,15 +238,15 @@ def test_options_that_depend_on_past_output_are_refused_where_completions_are_re
 
 
 class Choosy(RoundRobin):
-    def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | None:
+    def choose(self, request: GenerationRequest) -> str | None:
         if request.session_id == "odd":
             raise KeyError("odd")
-        return super().choose(request, now=now, waiting_since=waiting_since)  # type: ignore[return-value]
+        return super().choose(request)
 
 
 def test_a_request_for_which_the_strategy_raises_fails_alone() -> None:
     router = serving(Choosy(), 1)[1]
-    assignments = router.submit([request("r0"), request("r1", session="odd"), request("r2")], 0.0)
+    assignments = router.submit([request("r0"), request("r1", session="odd"), request("r2")])
     assert [each.request.request_id for each in assignments] == ["r0", "r2"]
     ((request_id, error),) = router.failures()
     assert request_id == "r1" and isinstance(error, RequestError) and "strategy raised KeyError: 'odd'" in str(error)

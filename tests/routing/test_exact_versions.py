@@ -53,7 +53,7 @@ class World:
         self.advance()
 
     def advance(self) -> None:
-        self.take(self.dispatcher.reconsider(0.0))
+        self.take(self.dispatcher.reconsider())
         self.draining |= set(self.plan.begin(self.dispatcher))
         served = [group for group in self.unserved if self.groups[group][0] in self.fleet.served]
         self.unserved = [group for group in self.unserved if group not in served]
@@ -75,7 +75,7 @@ class World:
         self.groups[group] = (version, left - 1)
         self.sent += 1
         asked = replace(request(f"{group}.{self.sent}", session=group), exact_version=version)
-        self.take(self.dispatcher.submit([asked], 0.0))
+        self.take(self.dispatcher.submit([asked]))
 
     def admit(self, step: int, count: int) -> None:
         self.plan.want([*self.plan.wanted, v(step)])
@@ -96,7 +96,7 @@ class World:
         assert self.fleet[assignment.generator].version == assignment.request.exact_version, (
             "it may not change meanwhile"
         )
-        self.dispatcher.completed(request_id, completion(assignment.request, 1, FinishReason.STOP), 0.0)
+        self.dispatcher.completed(request_id, completion(assignment.request, 1, FinishReason.STOP))
         group = request_id.partition(".")[0]
         version, left = self.groups[group]
         if left:
@@ -125,7 +125,7 @@ class World:
         self.pulling.pop(name, None)
         for request_id in [each for each, assignment in self.live.items() if assignment.generator == name]:
             del self.live[request_id]
-            self.dispatcher.lost(request_id, 0.0, died="killed")
+            self.dispatcher.lost(request_id, died="killed")
         self.advance()
 
     def leave_out(self) -> None:

@@ -45,22 +45,16 @@ TABLE: dict[Phase, tuple[Phase | None, ...]] = {
 
 
 class Candidates:
-    """Remembers what a strategy would: who serves which version, and who may come back."""
+    """Remembers what a strategy would: who serves which version."""
 
     def __init__(self) -> None:
         self.serving: dict[str, PolicyVersion] = {}
-        self.may_return: set[str] = set()
 
     def serves(self, name: str, version: PolicyVersion) -> None:
         self.serving[name] = version
 
     def pauses(self, name: str) -> None:
         self.serving.pop(name, None)
-        self.may_return.add(name)
-
-    def leaves(self, name: str) -> None:
-        self.serving.pop(name, None)
-        self.may_return.discard(name)
 
 
 def fleet_of(*names: str, serving: int | None = None) -> Fleet:
@@ -95,7 +89,6 @@ def test_every_event_leads_where_the_table_says_and_the_strategy_hears_of_it(sta
         assert health.kind.is_syncing == (expected in (P.DRAINING, P.PULLING, P.SWAPPING, P.LATE))
         assert list(candidates.serving) == (["g0"] if expected in (P.SERVING, P.SWAPPING) else [])
         assert health.phase.serves == bool(candidates.serving)
-        assert not (candidates.may_return and health.phase in (P.STALE, P.LATE, P.DEAD, P.GIVEN_UP))
 
 
 def test_the_reason_of_a_stale_or_dead_generator_is_the_first_one_and_goes_once_it_serves() -> None:

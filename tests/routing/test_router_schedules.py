@@ -39,7 +39,6 @@ class RouterMachine(RuleBasedStateMachine):
 
     @initialize(
         strategy=st.sampled_from(["round_robin", "least_loaded", "sticky_session"]),
-        sync_wait=st.sampled_from([0.0, 5.0]),
         generators=st.integers(1, 4),
         weight_sync=st.sampled_from(["drain", "hot_swap"]),
         max_syncing=st.integers(0, 2),
@@ -49,16 +48,8 @@ class RouterMachine(RuleBasedStateMachine):
         serving=st.sampled_from([None, None, 1, 2]),
         started=st.sampled_from([True, True, False]),
     )
-    def start(self, strategy: str, sync_wait: float, generators: int, started: bool, **options: Any) -> None:
-        sticky = {"max_sessions": 2, "sync_wait_seconds": sync_wait}
-        kwargs = sticky if strategy == "sticky_session" else {}
-        self.driver = RouterDriver(
-            build_strategy(RouterConfig(strategy=strategy, strategy_kwargs=kwargs)),
-            generators=generators,
-            sync_wait=sync_wait if kwargs else 0.0,
-            max_sessions=2,
-            **options,
-        )
+    def start(self, strategy: str, generators: int, started: bool, **options: Any) -> None:
+        self.driver = RouterDriver(build_strategy(RouterConfig(strategy=strategy)), generators=generators, **options)
         self.serial = 0
         if started:
             self.driver.pull(PolicyVersion(0, 0))
@@ -113,10 +104,6 @@ class RouterMachine(RuleBasedStateMachine):
     @rule(session=st.sampled_from(SESSIONS))
     def a_session_ends(self, session: str) -> None:
         self.driver.strategy.end_session(session)
-
-    @rule(seconds=st.sampled_from([0.5, 2.0, 5.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.driver.tick(seconds)
 
     # Weights.
 

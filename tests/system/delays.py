@@ -50,7 +50,7 @@ def noted(report: GroupReport) -> str:
 class Anywhere(RoundRobin):
     """Chooses any generator that may serve the request."""
 
-    def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | None:
+    def choose(self, request: GenerationRequest) -> str | None:
         able = [name for name, version in self.serving.items() if request.allows(version)]
         return _luck.choice(able) if able else None
 

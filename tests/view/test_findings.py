@@ -187,23 +187,6 @@ def test_a_policy_that_settled_on_wrong_answers_is_not_told_to_go_on_nor_to_take
         assert "30% of the answers" in said(run, settled).text and "entropy-bonus 0.9" in said(run, settled).do
 
 
-def test_a_symbol_that_is_wanted_and_never_written_is_dead():
-    rollouts = [structs.replace(ROLLOUT, wanted="7", answer="1", reward=0.0)] * 6 + [ROLLOUT]
-    found = said(run_of(rollouts=rollouts), "'7' is a dead symbol")
-    assert found.kind is Kind.PROBLEM and "6 recorded rollouts" in found.text
-
-
-def test_a_symbol_that_is_written_but_never_rewarded_is_told_apart():
-    rollouts = [structs.replace(ROLLOUT, wanted="7", answer="7", reward=0.0)] * 6 + [ROLLOUT]
-    assert titles(run_of(rollouts=rollouts)) == {"'7' never gets reward"}
-
-
-def test_words_are_not_symbols_and_old_rollouts_are_not_judged():
-    words = [structs.replace(ROLLOUT, wanted="".join(map(chr, range(200, 400))), answer="")] * 6
-    assert titles(run_of(rollouts=words)) == set()
-    assert titles(run_of(rollouts=[structs.replace(ROLLOUT, wanted="7", answer="1", step=1)] * 6)) == set()
-
-
 def test_a_number_that_is_not_finite_names_its_first_step():
     assert "first in step 2" in said(run_of(train__grad_norm=[1.0, None, None]), "A number is not finite").text
 
@@ -343,10 +326,3 @@ def test_causes_of_failures_are_counted():
     assert found.counts == ((3, cause), (1, "timeout: did not finish within 1 s"))
     assert f"3 × {cause}; 1 × timeout: did not finish" in str(found)
     assert found.see == "rollout/failed_tool" and found.do.startswith("Correct the tool")
-
-
-def test_symbols_of_a_wanted_answer_that_right_ones_do_not_say_are_not_called_dead():
-    described = [structs.replace(ROLLOUT, wanted="{'7'}", answer="12", reward=1.0) for _ in range(8)]
-    assert not any("dead symbol" in title for title in titles(run_of(rollouts=described)))
-    wrong = [structs.replace(each, reward=0.0) for each in described]
-    assert any("dead symbol" in title for title in titles(run_of(rollouts=wrong)))

@@ -1,12 +1,9 @@
-"""Timelines of a run: who waited for whom, the idle shares, and the trace. On timelines that the tests make up."""
+"""Timelines of a run: who waited for whom, and the idle shares. On timelines that the tests make up."""
 
-import gzip
-import json
 import mmap
 import os
 import socket
 from collections import Counter
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -15,7 +12,7 @@ from synthetic import make_run
 
 from titan_rl.loop.records import idle_shares, memory_of
 from titan_rl.metrics.timeline import MAIN, Memory, MemoryGauge, Pulse, Uptime
-from titan_rl.view.timelines import Account, Process, RecordedSpan, accounts, idle_accounts, read_processes, write_trace
+from titan_rl.view.timelines import Account, Process, RecordedSpan, accounts, idle_accounts, read_processes
 
 LABELS = ["", "", "rollouts", "slots", "generators", "rank 0", "environment"]
 
@@ -136,20 +133,3 @@ def test_timelines_are_read_as_far_as_they_are_whole_and_those_of_earlier_versio
         file.write('{"ph": "X", "na')
     processes = read_processes(run)
     assert {process.mesh for process in processes} == {"controller", "trainer", "generator0", "generator1", "rollout0"}
-    write_trace(run)
-    trace = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))
-    names = [event["args"]["name"] for event in trace if event["name"] == "process_name"]
-    assert names == ["controller", "generator0", "generator1", "rollout0", "trainer"]
-    spans = sum(len(process.main) + len(process.others) for process in processes)
-    assert sum(event["ph"] == "X" for event in trace) == spans
-
-
-def test_a_trace_that_cannot_be_written_stops_nothing(tmp_path):
-    run = make_run(tmp_path / "run", steps=1)
-    before = {*run.iterdir()}
-    (run / ".trace.json.gz").mkdir()
-    assert write_trace(run) is None
-    (run / ".trace.json.gz").rmdir()
-    with patch("titan_rl.view.timelines.json_lines", side_effect=OSError("full")):
-        assert write_trace(run) is None
-    assert {*run.iterdir()} == before

@@ -55,7 +55,6 @@ class GeneratorRouter(RequestServer):
             self._join(name, rank0)
         for name in awaited:
             self.fleet.expect(name)
-        self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()  # set at the next change of what `until` may wait for
         self._ended: TitanError | None = None  # why the router accepts nothing any more
 
@@ -92,7 +91,7 @@ class GeneratorRouter(RequestServer):
             else:
                 refused.append((request.request_id, why))
         self.answer([], refused)
-        self._send(self.dispatcher.submit(accepted, self._now()))
+        self._send(self.dispatcher.submit(accepted))
         if self.dispatcher.waiting and len(self._sync.plan.wanted) > 1:
             self.advance()  # a generator that has nothing to do may serve another one
 
@@ -102,10 +101,6 @@ class GeneratorRouter(RequestServer):
             to.setdefault(generator, []).append(attempt)
         for generator, attempts in to.items():
             self.generators[generator].send(attempts)
-        if self._timer is not None:
-            self._timer.cancel()
-        at, loop = self.dispatcher.wake_at, asyncio.get_running_loop()
-        self._timer = None if at is None else loop.call_at(at, self.run, self.advance)
         failures = self.dispatcher.failures()
         if self.fleet.is_given_up:
             error = GeneratorFailed(f"every generator is dead ({self.fleet.describe()})")
@@ -119,7 +114,7 @@ class GeneratorRouter(RequestServer):
     def route(self, generator: RoutedGenerator, completions: Packed[Completion], failures: Failures) -> None:
         """Route the answers of one message from a generator, or the failures after its death. A completion that needs
         no other attempt goes on as it is."""
-        now, status = self._now(), generator.status
+        status = generator.status
         whole: list[int] = []
         parts: list[int] = []
         ends = zip(completions.request_ids, completions.column("finish_reason"), strict=True)
@@ -128,7 +123,7 @@ class GeneratorRouter(RequestServer):
         answers: list[Completion] = []
         errors: list[tuple[str, TitanError]] = []
         for part in completions.select(parts).unpack():
-            if (answer := self.dispatcher.completed(part.request_id, part, now)) is not None:
+            if (answer := self.dispatcher.completed(part.request_id, part)) is not None:
                 answers.append(answer)
         for attempt_id, error in failures:
             status.failed += 1
@@ -137,7 +132,7 @@ class GeneratorRouter(RequestServer):
                     errors.append((request_id, error))
                 continue
             died = str(error) if is_gone(error) else ""
-            if (rest := self.dispatcher.lost(attempt_id, now, died=died)) is not None:
+            if (rest := self.dispatcher.lost(attempt_id, died=died)) is not None:
                 answers.append(rest)
         aborted = [len(each.token_ids) for each in answers if each.finish_reason is FinishReason.ABORT]
         status.aborted += len(aborted)
@@ -275,7 +270,7 @@ class GeneratorRouter(RequestServer):
         generator that was just verified serves those that wait however fast versions follow each other."""
         if self._ended is not None:
             return
-        self._send(self.dispatcher.reconsider(self._now()))
+        self._send(self.dispatcher.reconsider())
         self._notify()
         self._sync.begin()
 
@@ -294,8 +289,6 @@ class GeneratorRouter(RequestServer):
     def _end(self, error: TitanError) -> None:
         """Fail open requests now and later ones as they come."""
         self._ended = error
-        if self._timer is not None:
-            self._timer.cancel()
         self.fail_all(error)
         self._notify()
 
@@ -307,6 +300,3 @@ class GeneratorRouter(RequestServer):
         except Exception as error:
             _log.exception("the router itself failed")
             self._end(ActorGone(f"router: {type(error).__name__}: {error}"))
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()

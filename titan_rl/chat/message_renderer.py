@@ -1,4 +1,4 @@
-"""A renderer for policies that are asked in messages: a person at a terminal, or a server with a chat API.
+"""A renderer for policies that are asked in messages: a person at a terminal, or a demonstration.
 
 A token stands for a whole message, so that whatever plays rollouts of tokens plays these too, with any task, whatever a
 model's tokenizer could write:

@@ -123,8 +123,7 @@ class Environment(ABC):
 
     @abstractmethod
     def held_out(self, count: int) -> list[Example]:
-        """At most `count` prompts for evaluation, the same at every call and whatever the seed. A run is refused where
-        they are not."""
+        """At most `count` prompts for evaluation, the same for every seed, and at every call: else a run is refused."""
 
     @abstractmethod
     def rubric(self) -> Rubric:

@@ -5,8 +5,7 @@
   that is cut off fences itself.
 - It owns the run's files in its host's shared memory. Those of dead agents are removed when the next one begins.
 - It has its worker for itself. An earlier one of the same run is killed.
-- What processes print, and their timelines, go into files of this host; each pulse sends what is new in them to the
-  controller.
+- What processes print, and their timelines, go into files of this host, which the controller reads on.
 """
 
 import asyncio
@@ -72,15 +71,13 @@ class Introduction:
 class News(NamedTuple):
     """What the agent tells by itself."""
 
-    kind: Literal["ended", "broken", "log"]
+    kind: Literal["ended", "broken"]
     of: str
-    """The spawn that lost a process, or the path of a file relative to that of the logs."""
+    """The spawn that lost a process."""
     process: str = ""
     """Name of the process that ended, or a sentence about the watch that is broken."""
     code: int | None = None
     """Its exit code, if it is known."""
-    text: bytes = b""
-    """New in the log file."""
 
 
 def versions() -> dict[str, str]:
@@ -158,7 +155,6 @@ class HostAgent(ConnectedActor):
         self._heard = threading.Event()
         self._silent_seconds = silent_seconds
         start_thread("guard", self._guard, on_death=lambda what: os._exit(1))
-        self._sent: dict[Path, int] = {}  # bytes, by log file
         self._watch: ProcessWatch
 
     @endpoint
@@ -191,19 +187,23 @@ class HostAgent(ConnectedActor):
         return Introduction(facts=facts, pid=pid, scratch=str(scratch), python=python, versions=versions(), clock=clock)
 
     @endpoint
-    async def pulse(self, log_bytes: int = 0) -> Pulse:
-        """The controller lives; it is sent so much of what is new in the logs and timelines, of each file the same
-        share."""
+    async def pulse(self) -> Pulse:
+        """The controller lives."""
         self._heard.set()
-        scratch = scratch_directory()
-        files = [*sorted((scratch / "logs").glob("*")), *sorted((scratch / SPANS).glob("*"))]
-        for file in files:
-            with file.open("rb") as log:
-                log.seek(self._sent.get(file, 0))
-                if text := log.read(log_bytes // len(files)):
-                    self._sent[file] = log.tell()
-                    caller().push(News("log", os.path.relpath(file, scratch / "logs"), text=text))
         return await ConnectedActor.pulse.answer(self)
+
+    @endpoint
+    async def new_text(self, known: dict[str, int], most_bytes: int) -> dict[str, bytes]:
+        """What logs and timelines have behind the bytes that are known of each, in all at most so much, of each the
+        same share; by their paths relative to that of the logs."""
+        scratch, found = scratch_directory(), {}
+        files = [*(scratch / "logs").glob("*"), *(scratch / SPANS).glob("*")]
+        for file in files:
+            name = os.path.relpath(file, scratch / "logs")
+            with file.open("rb") as log:
+                log.seek(known.get(name, 0))
+                found[name] = log.read(most_bytes // len(files))
+        return found
 
     @endpoint
     async def expect_ends(self, spawn: str, kill: bool) -> None:

@@ -19,6 +19,8 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,6 @@ from monarch.rdma import is_ibverbs_available
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
-from titan_rl.hosts.shipped_logs import PULSE_BYTES, ShippedLogs
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.policy.config import TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
@@ -49,6 +50,9 @@ LARGE_BYTES = 64 << 10
 """More than any packet holds."""
 CALL_SECONDS = 10.0
 """Bound on any other call to an agent. What a worker answers by itself may take half of it."""
+SHIP_SECONDS, SHIP_BYTES = 2.0, 256 << 10
+"""Between two looks for what is new in a host's logs, and what is taken at each: at a megabit per second it holds up no
+pulse for long."""
 LEASE = 3
 """An agent ends when it hears nothing for so many times `placement.host_seconds`: longer than the controller waits for
 it, so that a controller which is only slow loses no host. One whose process is gone is not waited for."""
@@ -179,7 +183,10 @@ class AttachedHost(Host):
         self._stage, self._log_directory = stage, log_directory
         self._silent_seconds, self._controller = silent_seconds, controller
         self._on_end, self._on_lost = on_end, on_lost
-        self._logs = ShippedLogs(log_directory, on_death=_log.error) if log_directory else None
+        self._shipped: dict[str, int] = {}  # bytes of its logs and timelines, by file
+        self._shipping: asyncio.Task[None] | None = None
+        self._detaches = asyncio.Event()
+        self._disk = ThreadPoolExecutor(1)  # of its own, for which no event loop waits at its end
         self._ended: set[str] = set()
         self._agent: Connection | None = None
         self._pulses: asyncio.Task[None] | None = None
@@ -212,6 +219,8 @@ class AttachedHost(Host):
         self.python, self.logs = known.python, str(self.scratch / "logs") if self._log_directory else ""
         refuse_differences(self.label, known)
         self._pulses = asyncio.ensure_future(self._watch_pulses())
+        if self._log_directory:
+            self._shipping = asyncio.ensure_future(self._ship_logs())
 
     async def try_rdma(self, say: Callable[[str], None]) -> None:
         if not is_ibverbs_available():
@@ -264,7 +273,10 @@ class AttachedHost(Host):
             await asyncio.gather(pulses, return_exceptions=True)
         if self._agent is not None and not self.lost:  # it was reached, and somebody there answers
             if pulses is not None:  # it was attached
-                await self._ask(HostAgent.pulse, 64 * PULSE_BYTES)  # the last lines of the logs
+                if self._shipping is not None:
+                    self._detaches.set()
+                    await asyncio.wait({self._shipping}, timeout=CALL_SECONDS / 2)
+                    self._shipping.cancel()
                 await self.remove_segments("")
             self.lost = self.lost or "it was detached"
             await self._agent.close()
@@ -272,8 +284,6 @@ class AttachedHost(Host):
                 await bounded(self._mesh.stop(), what=f"detaching {self.label}", seconds=CALL_SECONDS / 2)
             except Exception as error:  # Monarch's own too: the next controller's attachment does not depend on it
                 _log.warning("%s", error)
-        if self._logs is not None:
-            await asyncio.to_thread(self._logs.close, CALL_SECONDS / 2)
 
     async def _call(self, endpoint: Any, *args: Any, seconds: float | None = CALL_SECONDS) -> Any:
         assert self._agent is not None
@@ -288,14 +298,31 @@ class AttachedHost(Host):
 
     async def _watch_pulses(self) -> None:
         async def pulse() -> list[Pulse]:
-            room = self._logs is None or self._logs.has_room
-            return [await self._call(HostAgent.pulse, PULSE_BYTES if room else 0, seconds=None)]
+            return [await self._call(HostAgent.pulse, seconds=None)]
 
         try:
             await until_still(pulse, self._silent_seconds)
             self._lose(f"it did not answer for {self._silent_seconds:g} s (placement.host_seconds)")
         except TitanError as error:  # it is gone, or fails
             self._lose(str(error))
+
+    async def _ship_logs(self) -> None:
+        """Append what is new in the host's logs and timelines to those of the run, until it is detached or lost. Beside
+        the pulses: a disk that stalls keeps nobody from hearing them."""
+        with suppress(TitanError):
+            while not self._detaches.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SHIP_SECONDS):
+                        await self._detaches.wait()
+                last = 64 * self._detaches.is_set()
+                found = await self._call(HostAgent.new_text, self._shipped, SHIP_BYTES * (last or 1), seconds=None)
+                await asyncio.get_running_loop().run_in_executor(self._disk, self._append, found)
+
+    def _append(self, found: dict[str, bytes]) -> None:
+        for name, text in found.items():
+            self._shipped[name] = self._shipped.get(name, 0) + len(text)
+            with suppress(OSError), open(Path(self._log_directory, name), "ab") as log:
+                log.write(text)
 
     def _lose(self, reason: str) -> None:
         if self.lost:
@@ -305,8 +332,6 @@ class AttachedHost(Host):
             self._agent.lose(self.lost)
         if self._pulses is not None:  # otherwise `attach` raises
             self._on_lost(self)
-            if self._logs is not None:
-                self._logs.close(0.0)
 
     def _hear(self, news: News) -> None:
         match news.kind:
@@ -315,8 +340,6 @@ class AttachedHost(Host):
                 self._on_end(news.of, f"{news.process} on {self.name}", news.code)
             case "broken":  # it fences itself, as one that is cut off
                 self._lose(news.process)
-            case "log" if self._logs is not None:
-                self._logs.put(news)
 
     async def _reach(self) -> str:
         """Whether somebody listens there; returns the IP address. Raises HostLost with the cause: Monarch would only

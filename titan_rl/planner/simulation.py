@@ -177,7 +177,7 @@ class _Simulation:
                 sequence = Sequence(f"{group.group_id}.{sample}", group.group_id, self._scenario.prompt_tokens, length)
                 self._waiting[sequence.request_id] = sequence
                 requests.append(self._request(request_id=sequence.request_id, min_version=group.min_version))
-        self._send(self._dispatcher.submit(requests, self._now))
+        self._send(self._dispatcher.submit(requests))
 
     def _send(self, assignments: list[Assignment]) -> None:
         for assignment in assignments:
@@ -281,7 +281,7 @@ class _Simulation:
         self._plan.verified(name, version)
         newest = self._plan.wanted[-1]
         if self._dispatcher.waiting:
-            self._send(self._dispatcher.reconsider(self._now))
+            self._send(self._dispatcher.reconsider())
         if version != newest or self._scenario.max_syncing:
             self._sync()  # this one again, or the next in line
         if version == newest:

@@ -3,9 +3,9 @@
 Play a task's held-out prompts and compare policies: exact match and reward of greedy decoding, mean reward and pass@k
 of sampling, each with its 95 % interval, and what differs from the first policy.
 
-POLICY is a run (its newest checkpoint), one of its checkpoints, a Hugging Face directory, or http://HOST:PORT/v1, any
-server with OpenAI's API. Task, renderer, prompts and sampling are those of the recipe, else of the first run, else the
-defaults. Every rollout is a line of results.jsonl.
+POLICY is a run (its newest checkpoint), one of its checkpoints, or a Hugging Face directory. Task, renderer, prompts
+and sampling are those of the recipe, else of the first run, else the defaults. Every rollout is a line of
+results.jsonl.
 
 - Weights are played through a router and generators of their own, as a run's evaluation is: with the config of that run
   the greedy scores are its own. A request's seed is that of a run with this seed, prompt and sample.
@@ -36,10 +36,9 @@ from titan_rl.errors import ConfigError, TaskError
 from titan_rl.metrics.rollout_record import RolloutRecord, to_line
 from titan_rl.one_line import counted
 from titan_rl.overrides import Command, Verb
-from titan_rl.playing.policies import first_run, number_of, read_task, run_until_signal, server_at, weights_player
+from titan_rl.playing.policies import first_run, number_of, read_task, run_until_signal, weights_player
 from titan_rl.run.checks import check_environment
-from titan_rl.run.players import Player, message_player
-from titan_rl.serve import KEY_VARIABLE
+from titan_rl.run.players import Player
 from titan_rl.types import GroupRequest, Purpose
 
 if TYPE_CHECKING:
@@ -197,14 +196,14 @@ def table(all_scores: Sequence[Scores], samples: int) -> Table:
 
 def names_of(policies: Sequence[str]) -> list[str]:
     """What tables call them: the ends of their paths, as long as those differ."""
-    short = [policy if "://" in policy else Path(policy).expanduser().absolute().name for policy in policies]
+    short = [Path(policy).expanduser().absolute().name for policy in policies]
     return short if len({*short}) == len(short) else list(policies)
 
 
 def _act(command: Command, prog: str) -> int:
     policies = command.words
     if not policies:
-        raise ConfigError("say what to evaluate: runs, checkpoints, Hugging Face directories, or URLs of servers")
+        raise ConfigError("say what to evaluate: runs, checkpoints, or Hugging Face directories")
     if twice := {policy for policy in policies if policies.count(policy) > 1}:
         raise ConfigError(f"{', '.join(sorted(twice))} twice")
     remedy = "name the task: --task file.py:Class or a bundled one, or --recipe NAME"
@@ -213,20 +212,14 @@ def _act(command: Command, prog: str) -> int:
     samples = number_of(command, "--samples", SAMPLES, least=0)
     temperature = config.rollout.sampling.temperature
     check_environment(config)
-    # before a fleet is started for the others
-    servers = [server_at(policy, command) if "://" in policy else None for policy in policies]
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     print_line = partial(console.print, style="dim")
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
         all_scores = [Scores(name) for name in names_of(policies)]
         with open(directory / RESULTS, "w", encoding="utf-8", buffering=1) as results:
-            for policy, server, scores in zip(policies, servers, all_scores, strict=True):
-                if server is not None:
-                    playing = message_player(task.config, task.imports, server.next_message)
-                else:
-                    playing = weights_player(task, policy, options)
-                async with playing as player:
+            for policy, scores in zip(policies, all_scores, strict=True):
+                async with weights_player(task, policy, options) as player:
                     prompts = counted(player.info.held_out, "held-out prompt")
                     print_line(f"{scores.name}: {prompts}, greedy and {samples} times sampled")
                     await play(player, scores, samples=samples, temperature=temperature, results=results)
@@ -253,7 +246,6 @@ VERB = Verb(
             "of sampling, as --rollout.sampling.temperature; greedy ones are always played",
         ),
         "--prompts N": ("evaluation.prompts", "held-out prompts, as --evaluation.prompts"),
-        "--model NAME": f"of the servers at URLs (their first one); a key is read from {KEY_VARIABLE}",
         "--recipe NAME": "play with the task and settings of a recipe",
         "--config FILE.toml": "settings; relative file names in it start at its directory",
     },

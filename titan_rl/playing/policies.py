@@ -1,8 +1,7 @@
-"""Which task `try` and `eval` play, and its policies: weights behind router and generators, or a server."""
+"""Which task `try` and `eval` play, and policies that are weights, behind router and generators."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -16,7 +15,6 @@ from titan_rl.directories import CONFIG
 from titan_rl.errors import ActorGone, ConfigError, ConfigWarning, RequestLost
 from titan_rl.export import export_weights
 from titan_rl.gateway.config import GatewayConfig
-from titan_rl.gateway.openai_client import ChatServer
 from titan_rl.hosts.facts import detect_host
 from titan_rl.loop.checkpoint_files import CHECKPOINTS
 from titan_rl.overrides import Command
@@ -26,7 +24,6 @@ from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.run.checks import check_run
 from titan_rl.run.players import Player
 from titan_rl.run.runs import find
-from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
@@ -75,12 +72,12 @@ def run_of(path: Path) -> Path | None:
 
 
 def first_run(policies: Sequence[str]) -> Path | None:
-    """The run of the first policy that belongs to one; None: none does. Raises ConfigError: a policy that is no URL is
-    not there, or is a directory without weights."""
-    paths = [Path(policy) for policy in policies if "://" not in policy]
+    """The run of the first policy that belongs to one; None: none does. Raises ConfigError: a policy is not there, or
+    is a directory without weights."""
+    paths = [Path(policy) for policy in policies]
     for path in paths:
         if not path.expanduser().exists():
-            raise ConfigError(f"there is no {path}: a policy is a run, a checkpoint, a Hugging Face directory or a URL")
+            raise ConfigError(f"there is no {path}: a policy is a run, a checkpoint or a Hugging Face directory")
         if not (path.expanduser() / "config.json").is_file():
             find(path)
     return next((run for path in paths if (run := run_of(path))), None)
@@ -92,11 +89,6 @@ def number_of(command: Command, option: str, default: int, *, least: int = 1) ->
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{option}: expected a number from {least} on, got {text!r}")
     return int(text)
-
-
-def server_at(url: str, command: Command) -> ChatServer:
-    """A server, which is asked for its model now. Raises ConfigError if none answers."""
-    return ChatServer(url, model=command.values.get("--model", ""), api_key=os.environ.get(KEY_VARIABLE, ""))
 
 
 @asynccontextmanager

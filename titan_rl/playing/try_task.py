@@ -1,7 +1,7 @@
 """usage: {prog} TASK [--policy POLICY] [--prompts N] [--held-out] [--environment.kwargs.NAME VALUE ...]
 
 Play a task without training: prompts, tools, rewards and stop reasons on the screen. What is played, and who grades it,
-is what a run would use. Demonstrations, typing and servers load neither torch nor Monarch.
+is what a run would use. Demonstrations and typing load neither torch nor Monarch.
 
 TASK is file.py (where it has one task), file.py:Class, pkg.mod:Class, a bundled task (`titan-rl recipes`), or a run
 directory.
@@ -35,20 +35,11 @@ from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb, option_overrides, print_error
-from titan_rl.playing.policies import (
-    first_run,
-    number_of,
-    read_task,
-    run_of,
-    run_until_signal,
-    server_at,
-    weights_player,
-)
+from titan_rl.playing.policies import first_run, number_of, read_task, run_of, run_until_signal, weights_player
 from titan_rl.rollout.report import plain_message
 from titan_rl.rollout.trajectory import extends
 from titan_rl.run.checks import check_environment
 from titan_rl.run.players import Player, message_player
-from titan_rl.serve import KEY_VARIABLE
 from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
 from titan_rl.view.conversation import draw_conversations, draw_end, draw_messages
 
@@ -285,7 +276,7 @@ def _act(command: Command, prog: str) -> int:
     policy = policy or (DEMONSTRATIONS if demonstrates else TYPED)
     if policy == DEMONSTRATIONS and not demonstrates:
         raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
-    if policy not in (DEMONSTRATIONS, TYPED) and "://" not in policy:
+    if policy not in (DEMONSTRATIONS, TYPED):
 
         async def work(directory: Path, options: Options) -> tuple[int, str]:
             async with weights_player(task, policy, options) as player:
@@ -299,12 +290,9 @@ def _act(command: Command, prog: str) -> int:
             patient = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
             async with message_player(patient, task.imports, person.next_message) as player:
                 return await trial.typed(player, person)
-        if policy == DEMONSTRATIONS:
-            turns: list[Message] = []
-            async with message_player(config, task.imports, partial(_next_turn, turns)) as player:
-                return await trial.demonstrations(player, turns)
-        async with message_player(config, task.imports, server_at(policy, command).next_message) as player:
-            return await trial.policy(player, policy)
+        turns: list[Message] = []
+        async with message_player(config, task.imports, partial(_next_turn, turns)) as player:
+            return await trial.demonstrations(player, turns)
 
     try:
         return asyncio.run(play())
@@ -318,11 +306,10 @@ VERB = Verb(
     about=__doc__,
     options={
         "--policy POLICY": "demonstrations: the task's own (default, if it has some); typed: by you; "
-        "http://HOST:PORT/v1: a server with OpenAI's API; a run, one of its checkpoints, or a Hugging Face directory",
+        "a run, one of its checkpoints, or a Hugging Face directory",
         "--prompts N": f"how many prompts ({SHOWN_PROMPTS})",
-        "--samples N": "rollouts of each prompt by a server or weights (1)",
+        "--samples N": "rollouts of each prompt by weights (1)",
         "--held-out": "held-out prompts instead of training prompts",
-        "--model NAME": f"of the server at a URL (its first one); its key is read from {KEY_VARIABLE}",
         "--recipe NAME": "play with a recipe's task and settings; TASK then takes the place of its task",
         "--config FILE.toml": "settings; relative file names in it start at its directory",
     },

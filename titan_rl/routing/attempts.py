@@ -72,7 +72,6 @@ class OpenRequest:
     """One caller's request on its way."""
 
     original: GenerationRequest  # as the caller sent it
-    waiting_since: float = 0.0
     segments: tuple[Completion, ...] = ()  # what earlier attempts sampled
     shown: Shown | None = None  # of the live attempt, if it streams
     attempts: int = 0

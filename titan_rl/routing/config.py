@@ -13,7 +13,7 @@ class RouterConfig:
     strategy: str = "least_loaded"
     """"round_robin", "least_loaded", "sticky_session", `pkg.mod:Class` or `file.py:Class`."""
     strategy_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Constructor arguments, for sticky_session: max_sessions, sync_wait_seconds."""
+    """Constructor arguments of a class of your own."""
     weight_sync: Literal["drain", "hot_swap"] = "drain"
     """`drain`: a generator finishes what it has, then takes new weights, so a completion is of one version.
     `hot_swap`: it takes them between two engine steps; running completions go on under the new weights."""

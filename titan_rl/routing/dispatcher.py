@@ -20,11 +20,10 @@ An attempt that ends early through no fault of the request continues as a new on
     completed(r~1, 4 tokens, STOP)  → Completion(r, 7 tokens, STOP)      versions of both
 
 Pure: methods return what to send, and the actor sends it. Requests that get an error instead of an answer are in
-`failures`; call it after every method. Time is handed in.
+`failures`; call it after every method.
 """
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -35,7 +34,7 @@ from titan_rl.errors import RequestError, RequestLost, TitanError
 from titan_rl.routing.attempts import ATTEMPT_MARK, OpenRequest, Shown, ending, next_attempt, stitch
 from titan_rl.routing.config import RouterConfig
 from titan_rl.routing.health import Fleet, Phase
-from titan_rl.routing.strategies import RoutingStrategy, Wait
+from titan_rl.routing.strategies import RoutingStrategy
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion, sampled_arrays
 
 
@@ -78,7 +77,6 @@ class Dispatcher:
         self._attempts: dict[str, OpenRequest] = {}  # live, by attempt id
         self._on: dict[str, dict[str, None]] = {}  # generator → its live attempt ids, oldest first
         self._load: Counter[str] = Counter()
-        self._wait_until = math.inf  # the earliest `Wait` of the strategy
         self._failures: list[tuple[str, TitanError]] = []
 
     @property
@@ -88,11 +86,6 @@ class Dispatcher:
     def demanded(self, versions: Collection[PolicyVersion]) -> set[PolicyVersion]:
         """Those of the versions that some waiting request allows."""
         return {version for version in versions if any(_allow(waiting, version) for waiting in self._waiting.values())}
-
-    @property
-    def wake_at(self) -> float | None:
-        """Latest time for the next call of `reconsider`; None: not before something changes."""
-        return None if self._wait_until == math.inf else self._wait_until
 
     def load(self, generator: str) -> int:
         """Estimated tokens in flight."""
@@ -126,25 +119,24 @@ class Dispatcher:
         failures, self._failures = self._failures, []
         return failures
 
-    def submit(self, requests: Iterable[GenerationRequest], now: float) -> list[Assignment]:
+    def submit(self, requests: Iterable[GenerationRequest]) -> list[Assignment]:
         """Accept requests, whose `refusal` must be None. A request that no generator can serve now waits."""
         assignments: list[Assignment] = []
         for original in requests:
-            request = self._requests[original.request_id] = OpenRequest(original, now)
-            if (assignment := self._assign(request, now)) is not None:
+            request = self._requests[original.request_id] = OpenRequest(original)
+            if (assignment := self._assign(request)) is not None:
                 assignments.append(assignment)
             elif original.request_id in self._requests:
                 self._wait(request)
         return assignments
 
-    def reconsider(self, now: float) -> list[Assignment]:
-        """Assign waiting requests that can be served now. Call it when a generator begins to serve and at `wake_at`."""
-        self._wait_until = math.inf
+    def reconsider(self) -> list[Assignment]:
+        """Assign waiting requests that can be served now. Call it when a generator begins to serve."""
         served = self._fleet.served
         able = [each for each in self._waiting.values() if any(_allow(each, version) for version in served)]
         assignments: list[Assignment] = []
         for request in sorted((request for waiting in able for request in waiting.values()), key=attrgetter("turn")):
-            if (assignment := self._assign(request, now)) is not None:
+            if (assignment := self._assign(request)) is not None:
                 self._stop_waiting(request)
                 assignments.append(assignment)
         return assignments
@@ -156,7 +148,7 @@ class Dispatcher:
         whole = request is not None and request.attempts == 1 and reason is not FinishReason.ABORT
         return whole and self.ended(attempt_id) is not None
 
-    def completed(self, attempt_id: str, completion: Completion, now: float) -> Completion | None:
+    def completed(self, attempt_id: str, completion: Completion) -> Completion | None:
         """An attempt ended with these tokens. Returns the whole completion, under the caller's id; None if the request
         needs another attempt (it waits for `reconsider`), or if the attempt is not live (a late answer)."""
         request = self._release(attempt_id)
@@ -169,7 +161,7 @@ class Dispatcher:
             return stitch(request, completion)
         if self._resume and len(completion.token_ids):
             request.segments += (completion,)
-        self._queue(request, now)
+        self._wait(request)
         return None
 
     def shown(self, piece: Piece) -> Piece | None:
@@ -195,7 +187,7 @@ class Dispatcher:
         del self._requests[request.original.request_id]
         return request.original.request_id
 
-    def lost(self, attempt_id: str, now: float, died: str = "") -> Completion | None:
+    def lost(self, attempt_id: str, died: str = "") -> Completion | None:
         """The attempt ended without an answer. Its tokens are lost, except those that the caller was shown. `died`: why
         its generator died; empty: the generator lives but serves nothing now. Returns the tokens so far, if the request
         was given up or its last token was shown. If not, None: the request waits for another attempt, or has failed
@@ -206,14 +198,14 @@ class Dispatcher:
         if request.shown is not None and (shown := request.shown.whole) is not None:
             abort, generator = FinishReason.ABORT, request.generator
             cut = Completion(request_id=attempt_id, finish_reason=abort, generator=generator, **sampled_arrays(shown))
-            if (whole := self.completed(attempt_id, cut, now)) is not None:
+            if (whole := self.completed(attempt_id, cut)) is not None:
                 return whole
         else:
             self._release(attempt_id)
             if request.given_up:
                 del self._requests[request.original.request_id]
                 return stitch(request, None)
-            self._queue(request, now)
+            self._wait(request)
         if died:
             request.deaths += (died,)
             if len(request.deaths) > self._retries:
@@ -243,11 +235,6 @@ class Dispatcher:
         self._waiting.clear()
         return dropped
 
-    def _queue(self, request: OpenRequest, now: float) -> None:
-        """An attempt is over, and the request waits for the next one."""
-        request.waiting_since = now
-        self._wait(request)
-
     def _wait(self, request: OpenRequest) -> None:
         request.turn = next(self._turns)
         self._waiting.setdefault(_need(request), {})[request.original.request_id] = request
@@ -265,17 +252,14 @@ class Dispatcher:
         del self._requests[request.original.request_id]
         self._failures.append((request.original.request_id, error))
 
-    def _assign(self, request: OpenRequest, now: float) -> Assignment | None:
+    def _assign(self, request: OpenRequest) -> Assignment | None:
         """Assign a request to a generator that can serve it now, if there is one. It fails if the strategy raises."""
         original = request.original
         try:
-            choice = self._strategy.choose(original, now=now, waiting_since=request.waiting_since)
+            choice = self._strategy.choose(original)
         except Exception as why:
             reason = f"the routing strategy raised {type(why).__name__}: {why}"
             self._fail(request, RequestError(f"request {original.request_id}: {reason}"))
-            return None
-        if isinstance(choice, Wait):
-            self._wait_until = min(self._wait_until, choice.until)
             return None
         if choice is None:
             return None

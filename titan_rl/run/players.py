@@ -1,7 +1,7 @@
-"""Plays a task without a run: by weights, a server, or whoever answers in messages.
+"""Plays a task without a run: by weights, or whoever answers in messages.
 
     task ─┬ weights ─▶ router, generators (`run.start.bring_up`) ──────┬▶ generate ─▶ GroupRunner ─▶ rewards
-          └ a person, a demonstration, a server ─▶ `MessagePolicy` ────┘
+          └ a person, a demonstration ─────────▶ `MessagePolicy` ────┘
 
 Rollouts are played by the `GroupRunner` of a run's workers, with the run's rollouter, processes and gateway. Only what
 answers a request differs.

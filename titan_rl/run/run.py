@@ -39,7 +39,6 @@ from titan_rl.run.training import NOTHING_SAVED, Training
 from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
 from titan_rl.supervision.run_end import RunEnd, announcer
 from titan_rl.view.report import REPORT, write_report
-from titan_rl.view.timelines import write_trace
 from titan_rl.weights.segment_files import remove_segments_of
 
 LONGEST_CAUSE = 400
@@ -166,7 +165,6 @@ def conduct(
         how = f"failed: {type(error).__name__}: {one_line(str(error), LONGEST_CAUSE)}"
     if timeline.is_on:
         timeline.end()
-        write_trace(directory)
     if not ((directory / SUMMARY).exists() and (directory / ENDING).exists()):  # else it was over, and has not gone on
         with suppress(StorageError):  # on a full disk
             write_file(directory / ENDING, json.dumps({"exit_code": code, "how": how}) + "\n")

@@ -4,7 +4,7 @@
   imported.
 - An error here would occur in every rollout, evaluation or warm-up step. The first one is reported in one sentence,
   with file and line if they are known.
-- Held-out prompts must be the same for every seed and at every call.
+- Held-out prompts must be the same at every call.
 - If programs play the task, its rollouts are not tried, because that needs a gateway.
 """
 
@@ -14,7 +14,6 @@ import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from titan_rl.chat.renderer import Renderer
 from titan_rl.config import RunConfig
 from titan_rl.environments.rubric import EXACT_MATCH
 from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, TaskError
-from titan_rl.isolation.pool import UserCodePool
 from titan_rl.isolation.process_io import passed_on
 from titan_rl.isolation.wire import LONGEST_SHOWN, CallKind, TaskCheck, TaskInfo, UserCall
 from titan_rl.loop.system import group_request
@@ -47,10 +45,6 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]
     name = config.environment.name
     try:
         warning = asyncio.run(_try(config, imports))
-    except BaseExceptionGroup as failures:
-        error: BaseException = failures.exceptions[0]
-        if not isinstance(error, (ConfigError, TaskError, ActorGone)):
-            raise
     except (ConfigError, TaskError, ActorGone) as raised:
         error = raised
     else:
@@ -67,38 +61,27 @@ async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
     files = (Path(config.policy.path) / name for name in ("config.json", "tokenizer.json"))
     tokenizer = config.policy.tiny is not None or all(file.is_file() for file in files)
     runner = GroupRunner(config, model_path=str(model_directory(config)) if tokenizer else "", imports=imports)
-    other = UserCodePool(replace(runner.setup, run_seed=config.seed + 1))
     try:
-        async with asyncio.TaskGroup() as tasks:
-            started = tasks.create_task(runner.start(programs=False) if tokenizer else runner.pool.start())
-            tasks.create_task(other.start())
+        info = await (runner.start(programs=False) if tokenizer else runner.pool.start())
         count = min(max(1, config.loop.steps) * config.loop.groups_per_step, TRIED_PROMPTS)
-        check, others = await asyncio.gather(
-            runner.pool.call(UserCall(CallKind.CHECK, Purpose.TRAIN, count)),
-            other.call(UserCall(CallKind.CHECK, Purpose.TRAIN, 0)),
-        )
-        _check_held_out(config, check, others)
-        unpaid = await _try_rollouts(config, runner, started.result(), check) if tokenizer else ""
+        check: TaskCheck = await runner.pool.call(UserCall(CallKind.CHECK, Purpose.TRAIN, count))
+        _check_held_out(config, check)
+        unpaid = await _try_rollouts(config, runner, info, check) if tokenizer else ""
         return "; ".join(filter(None, (check.warning, unpaid)))
     finally:
-        await asyncio.gather(runner.close(), other.close())
+        await runner.close()
 
 
-def _check_held_out(config: RunConfig, check: TaskCheck, others: TaskCheck) -> None:
+def _check_held_out(config: RunConfig, check: TaskCheck) -> None:
     asked = f"environment {config.environment.name}: held_out({config.evaluation.prompts})"
     if not check.held_out:
         raise ConfigError(f"{asked} gave no prompts, and an evaluation needs some")
-    for when, again in (
-        ("when it is called again", check.held_out_again),
-        (f"with seed {config.seed + 1} instead of {config.seed}", others.held_out),
-    ):
-        for place, (prompt, other) in enumerate(zip_longest(check.held_out, again)):
-            if prompt != other:
-                raise ConfigError(
-                    f"{asked} gives other prompts {when}, the first at {place}: {_shown(prompt)}, then "
-                    f"{_shown(other)}; it must depend on neither chance nor the seed, or no two scores could be "
-                    "compared"
-                )
+    for place, (prompt, other) in enumerate(zip_longest(check.held_out, check.held_out_again)):
+        if prompt != other:
+            raise ConfigError(
+                f"{asked} gives other prompts when it is called again, the first at {place}: {_shown(prompt)}, then "
+                f"{_shown(other)}; it must not depend on chance, or no two scores could be compared"
+            )
 
 
 def _shown(prompt: tuple[Message, ...] | None) -> str:

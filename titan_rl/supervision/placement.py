@@ -354,7 +354,7 @@ def assumed_hosts(config: RunConfig, here: HostFacts) -> list[HostFacts]:
 
 
 def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
-    """The placement as lines of text: a table of all processes, then the variables they start with."""
+    """The placement as lines of text: a table of all processes."""
     several = len(hosts) > 1
     lines = [f"placement: {placement.processes} processes on {placement.device}"]
     for host in hosts:
@@ -377,13 +377,4 @@ def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
             rows.append((host_name, *cells) if several else cells)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines += ["", "environment"]
-    # Alike in all meshes of a kind, but for the device, which is in the table, and the cores near it.
-    of_device = ("CUDA_VISIBLE_DEVICES", CORES)
-    variables = {
-        mesh.kind.value: {each for each in mesh.env[0].items() if each[0] not in of_device} for mesh in placement.meshes
-    }
-    common = set.intersection(*variables.values())
-    for whose, own in {"process": common, **{kind: each - common for kind, each in variables.items()}}.items():
-        lines += [f"  every {whose}:", *(f"    {name}={value}" for name, value in sorted(own))] if own else []
     return lines

@@ -117,12 +117,7 @@ def _remove(directory: Path, owner_pid: int) -> None:
 
 
 def sweep_dead_scratch(parent: Path) -> None:
-    for directory in dead_scratch(parent):
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def dead_scratch(parent: Path) -> Iterator[Path]:
-    """The scratch directories of this user's dead processes, each locked until the next one is asked for."""
+    """Remove the scratch directories of this user's dead processes."""
     for directory in parent.glob(f"{PREFIX}*"):
         try:
             descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -131,7 +126,7 @@ def dead_scratch(parent: Path) -> Iterator[Path]:
         try:
             if os.fstat(descriptor).st_uid == os.getuid():
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                yield directory
+                shutil.rmtree(directory, ignore_errors=True)
         except BlockingIOError:
             pass  # its owner lives
         finally:
@@ -213,7 +208,7 @@ def log_to_file(file: Path) -> None:
 
 
 def _log_thread(failed: threading.ExceptHookArgs) -> None:
-    """A library's thread that dies (TensorBoard's, on a full disk) is no news for the terminal. Our own tell those who
+    """A library's thread that dies is no news for the terminal. Our own tell those who
     rely on them (`processes.start_thread`)."""
     if failed.exc_value is not None:
         _log.error("thread %s failed", failed.thread, exc_info=failed.exc_value)

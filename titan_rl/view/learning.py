@@ -5,7 +5,7 @@ not sure enough to act on is not made.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -24,8 +24,6 @@ TOP_SHARE = 0.98
 COLLAPSED_ENTROPY, STILL_WRONG = 0.1, 0.1
 """Of the entropy that the run began with; share of the answers that get less than half of the largest reward. A policy
 that has both answers nearly always the same, and too often wrongly."""
-MOST_SYMBOLS = 100
-"""Characters in the wanted answers; a task with more has no alphabet to speak of."""
 LEAST_GAIN = 0.02
 """Of held-out exact match; a smaller change counts as none."""
 MOSTLY_RIGHT = 0.5
@@ -41,8 +39,6 @@ FEW_SAMPLES = 4
 FEWEST_RIGHT = 5
 """Recorded answers that are right, or better than all that were cut, before their lengths tell how much room one needs;
 of more, the best twice as many count."""
-FEWEST_WANTED = 5
-"""Rollouts that want a symbol before it is called dead."""
 SCORES = ("evaluation/exact_match", "evaluation/reward", "rollout/reward_mean")
 """By which runs are compared: the first that all of them have."""
 
@@ -321,32 +317,6 @@ def _cut(run: Run) -> Iterator[Finding]:
         yield finding(Kind.WARNING, name, "Answers are cut by length", f"{text} after {new} tokens.", do)
 
 
-def _dead_symbols(run: Run) -> Iterator[Finding]:
-    """Characters of the wanted answers that the policy does not write, or never writes to any profit, at the end."""
-    late = [rollout for rollout in _late_rollouts(run) if rollout.wanted]
-    wanting: dict[str, list[ListedRollout]] = defaultdict(list)
-    for rollout in late:
-        for symbol in {*rollout.wanted}:
-            wanting[symbol].append(rollout)
-    if not late or len(wanting) > MOST_SYMBOLS:
-        return
-    written = {symbol for rollout in late for symbol in rollout.answer}
-    best = max(rollout.reward for rollout in late)
-    if any(rollout.reward == best > 0 and rollout.wanted not in rollout.answer for rollout in late):
-        return  # what is wanted is described, and not what a right answer says
-    for symbol, rollouts in sorted(wanting.items()):
-        if len(rollouts) < FEWEST_WANTED or symbol.isspace():
-            continue
-        count = f"{len(rollouts)} recorded rollouts of the last third want {symbol!r}"
-        do = "Set entropy_bonus in trainer.loss.kwargs, so that no symbol dies out before it is found to be right."
-        if symbol not in written:
-            text = f"{count}; no answer has it."
-            yield Finding(Kind.PROBLEM, f"{symbol!r} is a dead symbol", text, do, "rollouts")
-        elif all(rollout.reward <= 0 < best for rollout in rollouts):
-            text = f"{count}; none of them got any reward."
-            yield Finding(Kind.WARNING, f"{symbol!r} never gets reward", text, do, "rollouts")
-
-
 LEARNING = (
     _learned,
     _reward,
@@ -356,5 +326,4 @@ LEARNING = (
     _evaluation_differs,
     _entropy,
     _cut,
-    _dead_symbols,
 )

@@ -1,20 +1,17 @@
-"""Reads the timelines of a run, makes one Perfetto trace of them, and says what every mesh did and for whom it waited.
+"""Reads the timelines of a run, and says what every mesh did and for whom it waited.
 
     generator0    |decode 0.9, pull 0.1|decode 1.0|waits for rollouts 0.8, decode 0.2|    a lane: shares per bin of time
 
 - What cannot be read is left out: the last line of a process that was killed, timelines of earlier versions.
 - A lane is a mesh: the mean over its ranks. Its size depends on the number of bins, never on the length of the run;
-  every single span is in RUN/trace.json.gz.
+  every single span is in RUN/spans.
 - Every moment of every rank is work, a wait, or the time without a process. So the shares of a mesh add up to 1.
 - If A waits for B, and all of B waits for C, then A waits for C (`metrics/README.md`).
 """
 
 import contextlib
-import gzip
-import json
-import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +22,6 @@ import tomli
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.timeline import MAIN, SPANS, WAITS_FOR
 
-TRACE = "trace.json.gz"
 BINS = 480
 """Of a lane."""
 STEPS, WHOLE = "steps", "whole run"
@@ -47,7 +43,6 @@ HINTS: dict[str, dict[str, str]] = _WAITS["hints"]
 
 _ROUNDING = 1e-5
 """Seconds that rounding may leave between two pieces of a main lane."""
-_log = logging.getLogger(__name__)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -96,7 +91,8 @@ def read_processes(run: Path) -> list[Process]:
     """All processes of a run, also those that were replaced, in order of their files' names."""
     found: list[Process] = []
     lanes: dict[int, str] = {}
-    for event in _events(run):
+    files = sorted((run / SPANS).glob("*.jsonl"))
+    for event in (event for file in files for _, event in json_lines(file) if "ph" in event):
         with contextlib.suppress(KeyError, TypeError):
             if event["name"] == "process_name":
                 about = event["args"]
@@ -110,29 +106,6 @@ def read_processes(run: Path) -> list[Process]:
                 span = RecordedSpan(event["name"], lane, event["ts"] / 1e6, event["dur"] / 1e6, waits_for, ids)
                 (found[-1].main if lane == MAIN else found[-1].others).append(span)
     return found
-
-
-def write_trace(run: Path) -> Path | None:
-    """Write all timelines as one file for https://ui.perfetto.dev. One that cannot be written stops nothing: returns
-    None, and logs why."""
-    draft, file = run / f".{TRACE}", run / TRACE
-    try:
-        with gzip.open(draft, "wt", encoding="utf-8", compresslevel=3) as trace:
-            trace.write("[")
-            for number, event in enumerate(_events(run)):
-                trace.write(f"{',' if number else ''}\n{json.dumps(event)}")
-            trace.write("\n]\n")
-        return draft.replace(file)
-    except OSError as error:
-        _log.warning("%s cannot be written: %s", file, error)
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        return None
-
-
-def _events(run: Path) -> Iterator[dict[str, Any]]:
-    for file in sorted((run / SPANS).glob("*.jsonl")):
-        yield from (event for _, event in json_lines(file) if "ph" in event)
 
 
 # --- who waits for whom ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ function drawLanes(data) {
     hint.textContent = "The runs have no spans: they were made by an older version, or ended before they began to work.";
     return;
   }
-  hint.textContent = "A lane per mesh, the mean over its ranks. Height is the share of each moment, from 0 to 100%; stripes name whom a mesh waits for itself, findings whom those wait for in turn. Idle shares are of the time between the first and the last step. Every single span is in trace.json.gz, for ui.perfetto.dev.";
+  hint.textContent = "A lane per mesh, the mean over its ranks. Height is the share of each moment, from 0 to 100%; stripes name whom a mesh waits for itself, findings whom those wait for in turn. Idle shares are of the time between the first and the last step. Every single span is in the run's directory spans.";
   let run = runs[0], window_ = 0;
   const draw = () => byId("lanes").replaceChildren(...lanesOf(data.timelines[run][Math.min(window_, data.timelines[run].length - 1)]));
   if (runs.length > 1) byId("lane-run").append(select("Run", runs.map((each) => [String(each), data.runs[each].name]), (value) => { run = Number(value); draw(); }));
