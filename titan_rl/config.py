@@ -184,6 +184,8 @@ class LoggingConfig:
     """Every run makes a directory of its own below this one, `NAME-TIME-PID`."""
     name: str = ""
     """Of the run; `--name` is the same. Empty: that of the recipe, or of the file that holds it."""
+    wandb_project: str = ""
+    """Also log to this Weights & Biases project; empty: never contact it."""
     rollouts: CountOrZero = 1
     """So many of the best, of the worst and of random rollouts of every step are recorded in `rollouts.jsonl`, message
     by message and token by token, and a few of each evaluation. 0: none. A recorded token takes about 70 bytes."""

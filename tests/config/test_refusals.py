@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,13 @@ def test_a_file_that_raises_when_it_is_imported_is_named_with_its_line(tmp_path,
 
 
 # --- what the host has ----------------------------------------------------------------------------------------------
+
+
+def test_a_package_that_is_not_installed_is_named_with_the_setting_that_needs_it(monkeypatch, capsys, started):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train.main(["--recipe", "copy4", "--logging.wandb_project", "mine"]) == 2 and started == []
+    err = capsys.readouterr().err
+    assert "logging.wandb_project is set, and the package wandb is not installed" in err and "'titan-rl[wandb]'" in err
 
 
 def test_vllm_for_gpus_is_refused_where_the_generators_compute_on_the_cpu(tmp_path, monkeypatch, capsys, started):

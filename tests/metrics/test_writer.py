@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_rl.errors import StorageError
-from titan_rl.metrics.writer import MetricsWriter
+from titan_rl.metrics import writer as module
+from titan_rl.metrics.writer import Backend, MetricsWriter
 from titan_rl.one_line import one_line
 
 
@@ -64,6 +66,77 @@ def test_numbers_that_somebody_removed_are_missed_and_the_rest_stays_readable(
     write_steps(tmp_path, 3, keep_bytes=until_2, warn=said.append)
     assert steps_in(tmp_path) == [*kept, 3]
     assert len(said) == 1 and "metrics.jsonl was changed" in said[0]
+
+
+@pytest.mark.parametrize(("hangs", "said"), [("show", "is 2 steps behind"), ("close", "did not close within 0.1 s")])
+def test_a_backend_that_hangs_holds_up_nobody(hangs: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_WAITING", 2)
+    monkeypatch.setattr(module, "CLOSE_SECONDS", 0.1)
+    reached, let_go, told = threading.Event(), threading.Event(), []
+
+    class Library:
+        def show(self, *_: object) -> None:
+            self.at("show")
+
+        def close(self) -> None:
+            self.at("close")
+
+        def at(self, moment: str) -> None:
+            if moment == hangs:
+                reached.set()
+                let_go.wait()
+
+    backend = Backend("library", Library, told.append)
+    backend.put((1, {}))
+    if hangs == "show":
+        reached.wait()
+        for step in range(2, 10):
+            backend.put((step, {}))
+    backend.put(None)
+    backend.wait()
+    let_go.set()
+    backend.join()
+    assert told == [f"library {said}; it is told no more, and the run goes on"]
+
+
+def test_wandb_keeps_the_numbers_offline(tmp_path: Path) -> None:
+    pytest.importorskip("wandb", reason="pip install 'titan-rl[wandb]'")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    script = """
+import sys
+from pathlib import Path
+from titan_rl.metrics import writer as module
+from titan_rl.metrics.writer import MetricsWriter
+module.CLOSE_SECONDS = 250  # on busy cores wandb takes longer to start than a run waits for it
+writer = MetricsWriter(
+    Path(sys.argv[1]), wandb_project="p", config={"seed": 7}, warn=print
+)
+for step in (1, 2):
+    writer.write(step, {"train/loss": 1.0 / step, "train/nan": float("nan")}, groups=(1,))
+writer.close()
+"""
+    # a host so busy that W&B would not wait for its own process
+    environment = {**os.environ, "WANDB_MODE": "offline", "HOME": str(tmp_path), "WANDB_X_SERVICE_WAIT": "0.001"}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "mine")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    (path,) = tmp_path.glob("mine/wandb/offline-run-*/run-mine.wandb")  # whole when W&B's own process has ended
+    data = path.read_bytes()[7:]  # LevelDB's log: checksum, length and type of each record; all are in the first block
+    rows = []
+    while data:
+        length = int.from_bytes(data[4:6], "little")
+        (record := Record()).ParseFromString(data[7 : 7 + length])
+        data = data[7 + length :]
+        if record.WhichOneof("record_type") == "history":
+            rows.append({item.key or item.nested_key[0]: item.value_json for item in record.history.item})
+    assert [(int(row["_step"]), float(row["train/loss"])) for row in rows] == [(1, 1.0), (2, 0.5)]
+    assert all(row["train/nan"] == "NaN" and "groups" not in row for row in rows)
 
 
 def test_a_directory_that_was_removed_is_a_sentence(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ LEFT_OUT = {
     "zss": "as cellpylib",
 }
 
-LOCKED_EXTRAS = ("cpu", "agents", "reasoning-gym", "math", "parquet", "dev")
+LOCKED_EXTRAS = ("cpu", "wandb", "agents", "reasoning-gym", "math", "parquet", "dev")
 MOST_IN_BASE = 110
 
 
@@ -132,7 +132,7 @@ def test_cuda_differs_from_cpu_by_the_engine_and_torchtitan_only():
 def test_the_extra_cuda_resolves_under_every_python():
     """By metadata only (1 s of CPU). It says nothing where no package index is reached."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "pyproject.toml", "--universal"]
-    extras = ["--extra", "cuda", "--extra", "agents", "--extra", "math", "--extra", "dev"]
+    extras = ["--extra", "cuda", "--extra", "wandb", "--extra", "agents", "--extra", "math", "--extra", "dev"]
     run = subprocess.run([*command, *extras, "--quiet"], cwd=ROOT, capture_output=True, text=True)
     if "Failed to fetch" in run.stderr:
         pytest.skip("no package index is reached")

@@ -1,15 +1,22 @@
-"""Numbers of a run: one JSON object per step in `metrics.jsonl`.
+"""Numbers of a run: one JSON object per step in `metrics.jsonl`, and the same in W&B where that is asked for.
 
 A line is complete or absent: each is written at once, so a killed run keeps every finished step. `metrics.jsonl` is the
 record of a run. Where it cannot be written, because the disk is full or somebody removed the file, the run says so,
 keeps the lines and goes on; on a disk that has room again a later step writes them. Ending there would lose more, since
 nothing else could be saved either. A run whose lines cannot be written at its end fails.
+
+W&B only shows what is in there, in a thread of its own: if it fails, or hangs, that is said once, it is told no more,
+and the run loses nothing but its picture.
 """
 
+import logging
 import math
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from titan_rl.directories import METRICS
 from titan_rl.errors import StorageError
@@ -17,17 +24,35 @@ from titan_rl.metrics.json_lines import JsonLines, encode_lines
 
 GROUPS = "groups"
 """Key of a step's groups, by id."""
+MOST_WAITING = 1000
+"""Steps that a backend may be behind. One that is further behind hangs."""
+START_SECONDS = 600.0
+"""How long W&B may take to start. It starts beside the run."""
+CLOSE_SECONDS = 30.0
+"""How long a run waits at its end for W&B, which sends what it has not sent yet."""
+
+Numbers = Mapping[str, float]
+"""Of one step, NaN and inf included."""
+
+_log = logging.getLogger(__name__)
 
 
 class MetricsWriter:
     """Writes the numbers of each step. Keys look like `train/loss`; values are plain numbers."""
 
     def __init__(
-        self, directory: Path, *, keep_bytes: int = 0, warn: Callable[[str], None] = lambda text: None
+        self,
+        directory: Path,
+        *,
+        wandb_project: str = "",
+        config: Any = None,
+        keep_bytes: int = 0,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`keep_bytes`: of a `metrics.jsonl` that is there; what follows them is cut off when the first line is
-        written: until then the run has not gone on. `warn`: called when fewer are there, when lines cannot be written
-        and when they can again."""
+        """`config`: the run's as nested plain data, shown by W&B. `keep_bytes`: of a `metrics.jsonl` that is there;
+        what follows them is cut off when the first line is written: until then the run has not gone on. `warn`: called
+        when fewer are there, when lines cannot be written and when they can again, and once, in any thread, if W&B
+        fails."""
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS
         self._file = JsonLines(self._path)
@@ -36,10 +61,14 @@ class MetricsWriter:
         self._unwritten = b""
         self._lock = threading.Lock()  # checkpoints are committed in a thread
         self._warn = warn
+        self._wandb: Backend | None = None
+        if wandb_project:
+            begin = partial(WeightsAndBiases, directory, project=wandb_project, config=config)
+            self._wandb = Backend("W&B", begin, warn)
 
     def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
         """One step's numbers. NaN and inf are written as null: JSON has no such values. `groups`: that the step
-        trained."""
+        trained; only in `metrics.jsonl`."""
         self._begin()
         plain = {key: (value if math.isfinite(value) else None) for key, value in numbers.items()}
         late = bool(self._unwritten)
@@ -51,6 +80,9 @@ class MetricsWriter:
         else:
             if late:
                 self._warn(f"{self._path}: the numbers that were kept are written")
+
+        if self._wandb is not None:
+            self._wandb.put((step, dict(numbers)))
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +102,9 @@ class MetricsWriter:
             self._write()
         except StorageError as error:
             self._warn(str(error))
+        if self._wandb is not None:
+            self._wandb.put(None)
+            self._wandb.wait()
 
     def _begin(self) -> None:
         """Before the first line: cut off what is not kept."""
@@ -91,3 +126,77 @@ class MetricsWriter:
                 count = self._unwritten.count(b"\n")
                 raise StorageError(f"{self._path}: {count} lines of numbers cannot be written: {error}") from error
             self._unwritten = b""
+
+
+# --- W&B -------------------------------------------------------------------------------------------------------------
+
+
+class WeightsAndBiases:
+    """One W&B run of the directory's name, which a resumed run goes on with. `WANDB_MODE` decides where it is kept."""
+
+    def __init__(self, directory: Path, *, project: str, config: Any) -> None:
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",  # the terminal is the run's, and its lines are in `logs/`
+            silent=True,
+            # W&B's own bounds, 30 s and 90 s, are too short where a run's start keeps all cores busy
+            x_service_wait=START_SECONDS,
+            init_timeout=START_SECONDS,
+        )
+        wandb.setup(settings)
+        name = directory.name
+        self._run = wandb.init(
+            project=project, name=name, id=name, resume="allow", dir=str(directory), config=config, settings=settings
+        )
+
+    def show(self, step: int, numbers: Numbers) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Backend(threading.Thread):
+    """Begins, shows and closes one library, any call of which may raise or hang.
+
+    put(step) ─▶ queue ─▶ begin ─▶ show, show, … ─▶ close        raises, or the queue is full ─▶ said once, told no more
+    """
+
+    def __init__(self, name: str, begin: Callable[[], WeightsAndBiases], warn: Callable[[str], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self._begin = begin  # called in the thread
+        self._warn = warn  # called from any thread, at most once
+        self._steps: queue.Queue[tuple[int, Numbers] | None] = queue.Queue(MOST_WAITING)
+        self._over = False
+        self.start()
+
+    def put(self, step: tuple[int, Numbers] | None) -> None:
+        """Show a step some time; None: close. Never waits."""
+        if not self._over:
+            try:
+                self._steps.put_nowait(step)
+            except queue.Full:
+                self._give_up(f"is {MOST_WAITING} steps behind")
+
+    def run(self) -> None:
+        try:
+            library = self._begin()
+            while not self._over:
+                if (new := self._steps.get()) is None:
+                    return library.close()
+                library.show(*new)
+        except Exception as error:
+            _log.warning("%s failed", self.name, exc_info=error)
+            self._give_up(f"failed: {type(error).__name__}: {error}")
+
+    def wait(self) -> None:
+        """Return when it is closed, but no later than after `CLOSE_SECONDS`."""
+        self.join(CLOSE_SECONDS)
+        if self.is_alive():
+            self._give_up(f"did not close within {CLOSE_SECONDS:g} s")
+
+    def _give_up(self, why: str) -> None:
+        if not self._over:
+            self._over = True
+            self._warn(f"{self.name} {why}; it is told no more, and the run goes on")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -80,6 +81,7 @@ def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None 
         partial(_algorithm, config),
         partial(_named, config, "rollout.rollouter", {}, Rollouter),
         lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
+        lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
     )
     return [
         *quick_problems(logging.directory),
@@ -231,6 +233,12 @@ def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], bas
     if base is object and not callable(found):
         raise ConfigError(f"{setting}: {name} cannot be called")
     return found
+
+
+def _package(setting: str, name: str, extra: str) -> None:
+    if find_spec(name) is None:
+        remedy = f"install it with `pip install 'titan-rl[{extra}]'`"
+        raise AbsentError(f"{setting} is set, and the package {name} is not installed: {remedy}")
 
 
 def _address(setting: str, host: str, port: int) -> None:

@@ -9,6 +9,7 @@ there is is saved, as long as the trainer lives.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -152,7 +153,11 @@ class Training:
         if self._replay_until:
             self._ledger.replay(self._replay_until, config.loop.steps)
         self._metrics = MetricsWriter(
-            self._directory, keep_bytes=self._ledger.metrics_bytes, warn=self._display.print_line
+            self._directory,
+            wandb_project=config.logging.wandb_project,
+            config=dataclasses.asdict(config),
+            keep_bytes=self._ledger.metrics_bytes,
+            warn=self._display.print_line,
         )
 
     def _make_loop(self, system: System, recorder: Recorder) -> TrainingLoop:
