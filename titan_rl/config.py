@@ -184,6 +184,7 @@ class LoggingConfig:
     """Every run makes a directory of its own below this one, `NAME-TIME-PID`."""
     name: str = ""
     """Of the run; `--name` is the same. Empty: that of the recipe, or of the file that holds it."""
+    tensorboard: bool = True
     wandb_project: str = ""
     """Also log to this Weights & Biases project; empty: never contact it."""
     rollouts: CountOrZero = 1

@@ -203,5 +203,5 @@ def recipe() -> RunConfig:
         loop=LoopConfig(groups_per_step=32, max_staleness=STALENESS, untrainable_batches=10**6),
         evaluation=EvaluationConfig(every=0, prompts=16),
         checkpoint=CheckpointConfig(every=5, keep=3),
-        logging=LoggingConfig(name="chaos"),
+        logging=LoggingConfig(tensorboard=False, name="chaos"),
     )

@@ -185,11 +185,17 @@ def test_a_file_that_raises_when_it_is_imported_is_named_with_its_line(tmp_path,
 # --- what the host has ----------------------------------------------------------------------------------------------
 
 
-def test_a_package_that_is_not_installed_is_named_with_the_setting_that_needs_it(monkeypatch, capsys, started):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train.main(["--recipe", "copy4", "--logging.wandb_project", "mine"]) == 2 and started == []
+@pytest.mark.parametrize(
+    ("package", "setting", "extra"),
+    [("wandb", "logging.wandb_project", "wandb"), ("tensorboard", "logging.tensorboard", "cpu")],
+)
+def test_a_package_that_is_not_installed_is_named_with_the_setting_that_needs_it(
+    package, setting, extra, monkeypatch, capsys, started
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert train.main(["--recipe", "copy4", f"--{setting}", "true"]) == 2 and started == []
     err = capsys.readouterr().err
-    assert "logging.wandb_project is set, and the package wandb is not installed" in err and "'titan-rl[wandb]'" in err
+    assert f"{setting} is set, and the package {package} is not installed" in err and f"'titan-rl[{extra}]'" in err
 
 
 def test_vllm_for_gpus_is_refused_where_the_generators_compute_on_the_cpu(tmp_path, monkeypatch, capsys, started):

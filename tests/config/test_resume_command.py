@@ -215,7 +215,7 @@ def test_the_same_settings_do_not_differ() -> None:
         ("--generator.count", "1"),
         ("--generator.tensor_parallel", "2"),
         ("--evaluation.every", "3"),
-        ("--logging.rollouts", "0"),
+        ("--logging.tensorboard", "false"),
         ("--router.strategy", "round_robin"),
         ("--checkpoint.every", "1"),
         ("--weights.max_live", "4"),

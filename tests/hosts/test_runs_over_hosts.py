@@ -25,7 +25,7 @@ TRAIN = [sys.executable, "-m", "titan_rl.train"]
 FEW = (
     *("--deterministic", "true", "--loop.groups-per-step", "4", "--rollout.samples-per-group", "4"),
     *("--rollout.workers", "2", "--evaluation.every", "0", "--evaluation.prompts", "8"),
-    *("--evaluation.target-exact-match", "0"),
+    *("--evaluation.target-exact-match", "0", "--logging.tensorboard", "false"),
 )
 SMALL = (
     *("--recipe", "copy4_async", "--generator.engine", "simulated", "--loop.steps", "20"),

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from titan_rl.one_line import one_line
 
 
 def test_every_finished_step_is_one_line_at_once(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path)
+    writer = MetricsWriter(tmp_path, tensorboard=False)
     writer.write(1, {"train/loss": 0.5})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "train/loss": 0.5}
     writer.write(2, {"train/loss": float("nan")})
@@ -33,7 +34,7 @@ def test_every_finished_step_is_one_line_at_once(tmp_path: Path) -> None:
 
 def write_steps(directory: Path, *steps: int, **resumed: Any) -> int:
     """Returns the bytes of all steps."""
-    writer = MetricsWriter(directory, **resumed)
+    writer = MetricsWriter(directory, tensorboard=False, **resumed)
     for step in steps:
         writer.write(step, {"train/loss": 0.5})
     writer.close()
@@ -66,6 +67,64 @@ def test_numbers_that_somebody_removed_are_missed_and_the_rest_stays_readable(
     write_steps(tmp_path, 3, keep_bytes=until_2, warn=said.append)
     assert steps_in(tmp_path) == [*kept, 3]
     assert len(said) == 1 and "metrics.jsonl was changed" in said[0]
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util import tensor_util
+
+    writer = MetricsWriter(tmp_path, tensorboard=True)
+    writer.write(3, {"train/loss": 0.25})
+    writer.write(4, {"train/loss": float("inf"), "reward/late": -1e-3})
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    numbers = {
+        tag: [(event.step, tensor_util.make_ndarray(event.tensor_proto).item()) for event in events.Tensors(tag)]
+        for tag in events.Tags()["tensors"]
+    }
+    assert numbers == {"train/loss": [(3, 0.25), (4, float("inf"))], "reward/late": [(4, np.float32(-1e-3).item())]}
+    assert {events.SummaryMetadata(tag).plugin_data.plugin_name for tag in numbers} == {"scalars"}
+    assert events.SummaryMetadata("train/loss").summary_description.startswith("mean loss")
+
+
+def test_a_line_that_is_damaged_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    until_2 = write_steps(tmp_path, 1, 2)
+    first, second = (tmp_path / "metrics.jsonl").read_bytes().splitlines()
+    (tmp_path / "metrics.jsonl").write_bytes(first + b"\n" + bytes(len(second)) + b"\n")
+    said: list[str] = []
+    MetricsWriter(tmp_path, tensorboard=True, keep_bytes=until_2, warn=said.append).close()
+    assert said == []
+
+
+@pytest.mark.parametrize("breaks", ["when it is made", "when it is written", "when it is closed"])
+def test_a_failing_tensorboard_never_ends_a_run_and_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, breaks: str
+) -> None:
+    from tensorboard.summary.writer import event_file_writer
+
+    class Writer:
+        def __init__(self, directory: str) -> None:
+            self.at("when it is made")
+
+        def add_event(self, _: object) -> None:
+            self.at("when it is written")
+
+        def close(self) -> None:
+            self.at("when it is closed")
+
+        def at(self, moment: str) -> None:
+            if moment == breaks:
+                raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(event_file_writer, "EventFileWriter", Writer)
+    said: list[str] = []
+    writer = MetricsWriter(tmp_path, tensorboard=True, warn=said.append)
+    for step in (1, 2):
+        writer.write(step, {"train/loss": 0.5})
+    writer.close()
+    assert len(said) == 1 and said[0].startswith("TensorBoard failed") and "No space left" in said[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 @pytest.mark.parametrize(("hangs", "said"), [("show", "is 2 steps behind"), ("close", "did not close within 0.1 s")])
@@ -110,7 +169,7 @@ from titan_rl.metrics import writer as module
 from titan_rl.metrics.writer import MetricsWriter
 module.CLOSE_SECONDS = 250  # on busy cores wandb takes longer to start than a run waits for it
 writer = MetricsWriter(
-    Path(sys.argv[1]), wandb_project="p", config={"seed": 7}, warn=print
+    Path(sys.argv[1]), tensorboard=False, wandb_project="p", config={"seed": 7}, warn=print
 )
 for step in (1, 2):
     writer.write(step, {"train/loss": 1.0 / step, "train/nan": float("nan")}, groups=(1,))
@@ -139,8 +198,9 @@ writer.close()
     assert all(row["train/nan"] == "NaN" and "groups" not in row for row in rows)
 
 
-def test_a_directory_that_was_removed_is_a_sentence(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path / "run")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_tensorboard_on_a_directory_that_was_removed_does_not_raise(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path / "run", tensorboard=True)
     shutil.rmtree(tmp_path / "run")
     writer.write(1, {"train/loss": 0.5})
     with pytest.raises(StorageError, match="1 lines of numbers cannot be written: .*No such file or directory"):
@@ -150,7 +210,7 @@ def test_a_directory_that_was_removed_is_a_sentence(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_a_sentence_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    writer = MetricsWriter(tmp_path)
+    writer = MetricsWriter(tmp_path, tensorboard=False)
     writer.write(1, {"train/loss": 0.5})
     with pytest.raises(StorageError, match=r"metrics\.jsonl: 1 lines of numbers cannot be .*No space left on device"):
         writer.sync()
@@ -168,7 +228,7 @@ from pathlib import Path
 from titan_rl.errors import StorageError
 from titan_rl.metrics.writer import MetricsWriter
 run = Path(sys.argv[1])
-writer = MetricsWriter(run, warn=print)
+writer = MetricsWriter(run, tensorboard=False, warn=print)
 writer.write(1, {"reward": 0.5})
 with open(run / "filler", "wb", buffering=0) as filler:
     while (left := os.statvfs(run).f_bavail):

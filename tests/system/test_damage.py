@@ -47,7 +47,7 @@ def small(generators: int = 1, **loop: Any) -> RunConfig:
 def make_loop(system: System, directory: Path) -> tuple[TrainingLoop, io.StringIO]:
     said = io.StringIO()
     display = RunDisplay(steps=STEPS, live=False, console=Console(file=said, width=1000))
-    return TrainingLoop(system, display=display, metrics=MetricsWriter(directory)), said
+    return TrainingLoop(system, display=display, metrics=MetricsWriter(directory, tensorboard=False)), said
 
 
 def lose(system: System, victim: int) -> list[SampleBatch]:

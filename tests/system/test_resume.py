@@ -37,6 +37,7 @@ def settings(staleness: int) -> list[str]:
         "generator.count": 1,
         "checkpoint.every": 2,
         "trainer.kl.coefficient": 0.05,
+        "logging.tensorboard": "false",
     }
     if not staleness:
         given |= {"trainer.epochs": 2, "trainer.minibatches": 2, "trainer.critic.coefficient": 0.5}

@@ -38,6 +38,15 @@ def evaluated_steps(directory: Path) -> list[int]:
     return sorted(line["step"] for line in lines_of(directory) if "evaluation/reward" in line)
 
 
+def shown_steps(directory: Path) -> list[int]:
+    """What TensorBoard shows."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    return [event.step for event in events.Tensors("train/loss")]
+
+
 def last_ledger(directory: Path) -> Ledger:
     return read_ledger(checkpoints(directory)[-1])
 
@@ -75,7 +84,7 @@ def test_after_a_kill_and_damage_every_prompt_is_trained_once_and_every_step_rep
 ) -> None:
     played = tmp_path / "played"
     monkeypatch.setenv(PLAYED, str(played))
-    plain = ("--deterministic", "false", "--loop.filter", f"{DELAYS}:noted")
+    plain = ("--deterministic", "false", "--logging.tensorboard", "true", "--loop.filter", f"{DELAYS}:noted")
     plain += ("--generator.engine", "simulated")  # of which no checkpoint holds anything
     left = killed(tmp_path / "runs", "after a checkpoint", 2, STALENESS, *plain)
     *_, cut, newest = checkpoints(left)
@@ -88,7 +97,7 @@ def test_after_a_kill_and_damage_every_prompt_is_trained_once_and_every_step_rep
     said = goes_on(left)
     assert f"{newest} is damaged: trainer/__0_0.distcp {DAMAGES['one byte'][1]}; it is passed over" in said
     assert f"going on after step {step} from {cut}" in said
-    assert trained_steps(left) == list(range(1, STEPS + 1))
+    assert trained_steps(left) == shown_steps(left) == list(range(1, STEPS + 1))
     assert evaluated_steps(left) == [0, 3, 6, STEPS]
     ages = [line["staleness/age_max"] for line in lines_of(left) if "train/loss" in line]
     assert max(ages) <= STALENESS

@@ -69,6 +69,7 @@ def test_the_task_of_the_readme_is_trained_and_shown_under_torchrun_and_its_chec
     # Rounding: of most tokens in the seventh digit, of one that was most unlikely, as there are few, more.
     assert all(line["train/logprob_difference_mean"] <= 1e-6 for line in trained)
     assert all(line["train/logprob_difference_max"] <= 2e-4 for line in trained)
+    assert list((directory / "tensorboard").iterdir())
     logs = {path.name for path in (directory / "logs").iterdir()}
     assert {"controller.log", "trainer.log", "generator0.log", "router.log", "rollout0.log"} <= logs
 

@@ -111,7 +111,7 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
     async with start(config, log_directory=directory / "logs") as system:
         steps = record(system)
         recorder = Recorder(system.rollouts, RolloutWriter(directory), each=1)
-        metrics = MetricsWriter(directory)
+        metrics = MetricsWriter(directory, tensorboard=False)
         loop = TrainingLoop(system, display=display, metrics=metrics, recorder=recorder)
         evaluations = (await loop.run()).evaluations
         await recorder.settled()

@@ -1,4 +1,4 @@
-"""Every number of `metrics.jsonl` and W&B: its unit, its meaning, what a bad value looks like, what to do.
+"""Every number of `metrics.jsonl`, TensorBoard and W&B: its unit, its meaning, what a bad value looks like, what to do.
 
 The table is `metrics.toml`. The report shows it beside each curve, and makes its findings of the limits. A new metric
 is a line where it is measured, and a few lines there under the same name. Tests hold that every key that a run writes

@@ -1,12 +1,12 @@
-"""Numbers of a run: one JSON object per step in `metrics.jsonl`, and the same in W&B where that is asked for.
+"""Numbers of a run: one JSON object per step in `metrics.jsonl`, the same in TensorBoard, W&B only when asked.
 
 A line is complete or absent: each is written at once, so a killed run keeps every finished step. `metrics.jsonl` is the
 record of a run. Where it cannot be written, because the disk is full or somebody removed the file, the run says so,
 keeps the lines and goes on; on a disk that has room again a later step writes them. Ending there would lose more, since
 nothing else could be saved either. A run whose lines cannot be written at its end fails.
 
-W&B only shows what is in there, in a thread of its own: if it fails, or hangs, that is said once, it is told no more,
-and the run loses nothing but its picture.
+TensorBoard and W&B only show what is in there. Each has a thread of its own: one that fails, or hangs, is said once and
+told no more, and costs the run nothing but its picture.
 """
 
 import logging
@@ -20,7 +20,8 @@ from typing import Any
 
 from titan_rl.directories import METRICS
 from titan_rl.errors import StorageError
-from titan_rl.metrics.json_lines import JsonLines, encode_lines
+from titan_rl.metrics.json_lines import JsonLines, encode_lines, json_lines
+from titan_rl.metrics.metric_table import metric_of
 
 GROUPS = "groups"
 """Key of a step's groups, by id."""
@@ -29,7 +30,7 @@ MOST_WAITING = 1000
 START_SECONDS = 600.0
 """How long W&B may take to start. It starts beside the run."""
 CLOSE_SECONDS = 30.0
-"""How long a run waits at its end for W&B, which sends what it has not sent yet."""
+"""How long a run waits at its end for each backend; W&B sends what it has not sent yet."""
 
 Numbers = Mapping[str, float]
 """Of one step, NaN and inf included."""
@@ -44,6 +45,7 @@ class MetricsWriter:
         self,
         directory: Path,
         *,
+        tensorboard: bool,
         wandb_project: str = "",
         config: Any = None,
         keep_bytes: int = 0,
@@ -51,8 +53,8 @@ class MetricsWriter:
     ) -> None:
         """`config`: the run's as nested plain data, shown by W&B. `keep_bytes`: of a `metrics.jsonl` that is there;
         what follows them is cut off when the first line is written: until then the run has not gone on. `warn`: called
-        when fewer are there, when lines cannot be written and when they can again, and once, in any thread, if W&B
-        fails."""
+        when fewer are there, when lines cannot be written and when they can again, and once, in any thread, for each of
+        TensorBoard and W&B that fails."""
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / METRICS
         self._file = JsonLines(self._path)
@@ -61,10 +63,11 @@ class MetricsWriter:
         self._unwritten = b""
         self._lock = threading.Lock()  # checkpoints are committed in a thread
         self._warn = warn
-        self._wandb: Backend | None = None
+        self._backends: list[Backend] = []
+        self._tensorboard = directory / "tensorboard" if tensorboard else None
         if wandb_project:
             begin = partial(WeightsAndBiases, directory, project=wandb_project, config=config)
-            self._wandb = Backend("W&B", begin, warn)
+            self._backends.append(Backend("W&B", begin, warn))
 
     def write(self, step: int, numbers: dict[str, float], *, groups: Sequence[int] = ()) -> None:
         """One step's numbers. NaN and inf are written as null: JSON has no such values. `groups`: that the step
@@ -81,8 +84,8 @@ class MetricsWriter:
             if late:
                 self._warn(f"{self._path}: the numbers that were kept are written")
 
-        if self._wandb is not None:
-            self._wandb.put((step, dict(numbers)))
+        for backend in self._backends:
+            backend.put((step, dict(numbers)))
 
     @property
     def nbytes(self) -> int:
@@ -102,9 +105,10 @@ class MetricsWriter:
             self._write()
         except StorageError as error:
             self._warn(str(error))
-        if self._wandb is not None:
-            self._wandb.put(None)
-            self._wandb.wait()
+        for backend in self._backends:
+            backend.put(None)
+        for backend in self._backends:
+            backend.wait()
 
     def _begin(self) -> None:
         """Before the first line: cut off what is not kept."""
@@ -115,6 +119,18 @@ class MetricsWriter:
             self._warn(
                 f"{self._path} was changed: {lost:,} of its {keep_bytes:,} bytes are gone, and the steps in them"
             )
+        if self._tensorboard is not None:
+            begin = partial(TensorBoard, self._tensorboard, self._earlier())
+            self._backends.append(Backend("TensorBoard", begin, self._warn))
+
+    def _earlier(self) -> list[tuple[int, Numbers]]:
+        """The steps that are in the file; a line that is damaged is left out."""
+        steps: list[tuple[int, Numbers]] = []
+        for _, numbers in json_lines(self._path):
+            step = numbers.pop("step")
+            numbers.pop(GROUPS, None)
+            steps.append((step, {key: math.nan if value is None else value for key, value in numbers.items()}))
+        return steps
 
     def _write(self, lines: bytes = b"") -> None:
         """Write these lines, after those that are not written yet: all or none."""
@@ -128,7 +144,32 @@ class MetricsWriter:
             self._unwritten = b""
 
 
-# --- W&B -------------------------------------------------------------------------------------------------------------
+# --- backends --------------------------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Writes TensorBoard's files; a curve says what its numbers mean. A step takes 3 ms."""
+
+    def __init__(self, directory: Path, earlier: Sequence[tuple[int, Numbers]]) -> None:
+        """Writes all files of a run that goes on anew, with its earlier steps: they cannot be cut off at a step."""
+        from tensorboard.summary import Writer
+
+        for file in directory.glob("events.out.tfevents.*"):
+            file.unlink()
+        self._known: set[str] = set()
+        self._writer = Writer(str(directory))
+        for step in earlier:
+            self.show(*step)
+
+    def show(self, step: int, numbers: Numbers) -> None:
+        for key, number in numbers.items():
+            metric = None if key in self._known else metric_of(key)  # the description of a curve's first number counts
+            unit = f" [{metric.unit}]" if metric is not None and metric.unit else ""
+            self._known.add(key)
+            self._writer.add_scalar(key, number, step, description=metric and f"{metric.meaning}{unit}")
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class WeightsAndBiases:
@@ -163,7 +204,9 @@ class Backend(threading.Thread):
     put(step) ─▶ queue ─▶ begin ─▶ show, show, … ─▶ close        raises, or the queue is full ─▶ said once, told no more
     """
 
-    def __init__(self, name: str, begin: Callable[[], WeightsAndBiases], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, name: str, begin: Callable[[], TensorBoard | WeightsAndBiases], warn: Callable[[str], None]
+    ) -> None:
         super().__init__(name=name, daemon=True)
         self._begin = begin  # called in the thread
         self._warn = warn  # called from any thread, at most once

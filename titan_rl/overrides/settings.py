@@ -122,7 +122,7 @@ def convert_value(hint: Any, value: Any, name: str, *, words: bool = False) -> A
         if types.NoneType in members(hint) and given.lower() == "none":
             return None
         if hint is bool and not value:
-            return True  # `--logging.progress` alone
+            return True  # `--logging.tensorboard` alone
         if get_origin(hint) is not tuple:
             value = value[0] if len(value) == 1 else value
     for attempt in (value, _python_numbers(value)) if words else (value,):

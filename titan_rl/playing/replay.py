@@ -184,7 +184,7 @@ def _config(run: Path, command: Command) -> tuple[RunConfig, tuple[str, ...]]:
     check_differences(differences(config_of_run(run), config), run)
     everyone = config.loop.groups_per_step * max(config.rollout.samples_per_group, config.rollout.most_samples)
     logging = replace(config.logging, rollouts=everyone, save_final=False, spans=False)
-    logging = replace(logging, wandb_project="")
+    logging = replace(logging, tensorboard=False, wandb_project="")
     return replace(config, logging=logging, checkpoint=replace(config.checkpoint, keep=0)), imports
 
 

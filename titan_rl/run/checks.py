@@ -82,6 +82,7 @@ def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None 
         partial(_named, config, "rollout.rollouter", {}, Rollouter),
         lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
         lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
+        lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
     )
     return [
         *quick_problems(logging.directory),

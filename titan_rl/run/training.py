@@ -154,6 +154,7 @@ class Training:
             self._ledger.replay(self._replay_until, config.loop.steps)
         self._metrics = MetricsWriter(
             self._directory,
+            tensorboard=config.logging.tensorboard,
             wandb_project=config.logging.wandb_project,
             config=dataclasses.asdict(config),
             keep_bytes=self._ledger.metrics_bytes,

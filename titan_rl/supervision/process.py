@@ -208,7 +208,7 @@ def log_to_file(file: Path) -> None:
 
 
 def _log_thread(failed: threading.ExceptHookArgs) -> None:
-    """A library's thread that dies is no news for the terminal. Our own tell those who
+    """A library's thread that dies (TensorBoard's, on a full disk) is no news for the terminal. Our own tell those who
     rely on them (`processes.start_thread`)."""
     if failed.exc_value is not None:
         _log.error("thread %s failed", failed.thread, exc_info=failed.exc_value)
