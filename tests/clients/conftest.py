@@ -56,8 +56,8 @@ def make_policy(directory: Path) -> Path:
 
 def environment(url: str, home: Path) -> dict[str, str]:
     own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TITAN_RL_"))}
-    keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), KEY)
-    urls = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url}
+    keys = dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), KEY)
+    urls = {"OPENAI_BASE_URL": f"{url}/v1", "ANTHROPIC_BASE_URL": url, "GOOGLE_GEMINI_BASE_URL": url}
     # What clients would fetch or report elsewhere stays here.
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "OPENAI_AGENTS_DISABLE_TRACING": "1", "HF_HUB_OFFLINE": "1"}
     return {**own, **keys, **urls, **quiet, "HOME": str(home), "MODEL": MODEL}

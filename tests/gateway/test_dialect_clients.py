@@ -1,4 +1,7 @@
-"""Each dialect's own client, against the app over a policy that says what the test wants. About 10 s."""
+"""Each dialect's own client, against the app over a policy that says what the test wants. About 10 s.
+
+Gemini's is played with HTTP: its package is not among those that are locked.
+"""
 
 from __future__ import annotations
 
@@ -138,6 +141,7 @@ REASONS = {
     "chat": ("tool_calls", "stop", "length"),
     "responses": ("completed", "completed", "incomplete"),
     "anthropic": ("tool_use", "end_turn", "max_tokens"),
+    "gemini": ("STOP", "STOP", "MAX_TOKENS"),
 }
 
 
@@ -212,11 +216,13 @@ async def test_a_stream_that_fails_ends_with_its_error(chat: Renderer, dialect: 
 
 
 async def test_thinking_is_shown_to_those_who_ask(chat: Renderer) -> None:
-    messages = DIALECTS["anthropic"]
-    async with http_client(app_over(ScriptedFleet(chat, SAYS), policy_of(chat, LENGTH))) as http:
-        body = messages.body(user(messages, "hi"), thinking={"type": "disabled"})
-        answer = messages.answer((await http.post(messages.path, json=body)).json())
-    assert (answer.text, answer.reasoning) == ("It is 3 and 7.", "")
+    asked = {"anthropic": {"thinking": {"type": "disabled"}}, "gemini": {"generationConfig": {"thinkingConfig": {}}}}
+    for name, options in asked.items():
+        dialect = DIALECTS[name]
+        async with http_client(app_over(ScriptedFleet(chat, SAYS), policy_of(chat, LENGTH))) as http:
+            body = dialect.body(user(dialect, "hi"), **options)
+            answer = dialect.answer((await http.post(dialect.path, json=body)).json())
+        assert (answer.text, answer.reasoning) == ("It is 3 and 7.", "")
 
 
 # Responses that are stored.
@@ -268,12 +274,16 @@ async def test_the_oldest_responses_make_room(chat: Renderer, monkeypatch: pytes
 
 
 async def test_tokens_are_counted_as_they_will_be_read(chat: Renderer) -> None:
-    messages = DIALECTS["anthropic"]
-    body = messages.body(user(messages, "hi"))
-    counted = {key: value for key, value in body.items() if key != "max_tokens"}
-    async with http_client(app_over(ScriptedFleet(chat), policy_of(chat, LENGTH))) as http:
-        answer = (await http.post("/v1/messages/count_tokens", json=counted)).json()
-    assert answer == {"input_tokens": len(chat.render([Message("user", "hi")]))}
+    app = app_over(ScriptedFleet(chat, SAYS, SAYS), policy_of(chat, LENGTH))
+    for name, path, found in (
+        ("anthropic", "/v1/messages/count_tokens", "input_tokens"),
+        ("gemini", f"/v1beta/models/{MODEL}:countTokens", "totalTokens"),
+        ("gemini", f"/v1/models/{MODEL}:countTokens", "totalTokens"),
+    ):
+        body = DIALECTS[name].body(user(DIALECTS[name], "hi"))
+        counted = {key: value for key, value in body.items() if key not in ("max_tokens", "generationConfig")}
+        async with http_client(app) as http:
+            assert (await http.post(path, json=counted)).json()[found] == len(chat.render([Message("user", "hi")]))
 
 
 @pytest.mark.parametrize("stop", ["is 3", "!"])  # several tokens, and one
@@ -290,31 +300,39 @@ async def test_the_stop_text_that_ended_an_answer_is_named(chat: Renderer, stop:
     )
 
 
-ERRORS = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
-ERRORS |= {403: "permission_error", 503: "overloaded_error"}
+ERRORS = {
+    "anthropic": {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+    | {403: "permission_error", 503: "overloaded_error"},
+    "gemini": {400: "INVALID_ARGUMENT", 401: "UNAUTHENTICATED", 404: "NOT_FOUND"}
+    | {403: "PERMISSION_DENIED", 503: "UNAVAILABLE"},
+}
 
 
-async def test_errors_have_the_form_of_their_dialect(chat: Renderer) -> None:
-    messages, gateway = DIALECTS["anthropic"], Gateway(chat, GeneratorFailed("generator0 died"), SAYS)
+@pytest.mark.parametrize(("name", "version"), [("anthropic", "v1"), ("gemini", "v1"), ("gemini", "v1beta")])
+async def test_errors_have_the_form_of_their_dialect(chat: Renderer, name: str, version: str) -> None:
+    dialect, gateway = DIALECTS[name], Gateway(chat, GeneratorFailed("generator0 died"), SAYS)
     key = (await gateway.open(max_turns=2)).key
-    right = messages.body(user(messages, "hi"))
-    wrong_model = {"body": {**right, "model": "gpt"}}
+    right, right_path = dialect.body(user(dialect, "hi")), dialect.path.replace("v1beta", version)
+    wrong_model = {"path": right_path.replace(MODEL, "gpt"), "body": {**right, "model": "gpt"}}
     asked: list[tuple[int, dict]] = [(503, {}), (200, {}), (403, {}), (401, {"key": "no"}), (404, wrong_model)]
     async with http_client(gateway.app) as http:
         for status, change in [*asked, (400, {"body": {**right, "bogus": 1}})]:
-            headers = {"x-api-key": change.get("key", key)}
-            answer = await http.post(messages.path, json=change.get("body", right), headers=headers)
+            headers = {"x-api-key" if name == "anthropic" else "x-goog-api-key": change.get("key", key)}
+            path, body = change.get("path", right_path), change.get("body", right)
+            answer = await http.post(path, json=body, headers=headers)
             assert answer.status_code == status, answer.text
             if status == 200:
                 continue
             told = answer.json()
-            assert (told["type"], told["error"]["type"]) == ("error", ERRORS[status])
+            assert (told["error"]["type"] if name == "anthropic" else told["error"]["status"]) == ERRORS[name][status]
+            assert told.get("type") == ("error" if name == "anthropic" else None)
             assert told["error"]["message"] and answer.headers["x-should-retry"] == "false"
 
 
 LIMITS: dict[str, tuple[dict, str]] = {
     "responses": ({"max_output_tokens": LENGTH}, "max_output_tokens"),
     "anthropic": ({"max_tokens": LENGTH}, "max_tokens"),
+    "gemini": ({"generationConfig": {"max_output_tokens": LENGTH}}, "generationConfig.maxOutputTokens"),
 }
 
 
@@ -329,14 +347,30 @@ async def test_what_does_not_fit_has_its_name_in_the_dialect(chat: Renderer, nam
         assert (await http.post(dialect.path, json=body)).json()["error"].get("param", "input") == "input"
 
 
-@pytest.mark.parametrize("where", ["authorization", "x-api-key"])
+@pytest.mark.parametrize("where", ["authorization", "x-api-key", "x-goog-api-key", "key"])
 async def test_the_key_may_stand_where_each_dialect_has_it(chat: Renderer, where: str) -> None:
     policy = policy_of(chat, LENGTH)
     app = app_over(ScriptedFleet(chat), policy, ApiKeys(policy, "secret"))
     async with http_client(app) as http:
-        for key, status in (("secret", 200), ("wrong", 401)):
+        for key, status in (("secret", 200), ("wrong", 401), *([("€", 401)] if where == "key" else [])):
             value = f"Bearer {key}" if where == "authorization" else key
-            assert (await http.get("/v1/models", headers={where: value})).status_code == status
+            given: dict[str, Any] = {"params": {where: value}} if where == "key" else {"headers": {where: value}}
+            assert (await http.get("/v1beta/models", **given)).status_code == status
+
+
+async def test_gemini_lists_its_model_and_streams_only_as_events(chat: Renderer) -> None:
+    gemini = DIALECTS["gemini"]
+    async with http_client(app_over(ScriptedFleet(chat, SAYS, SAYS), policy_of(chat, LENGTH))) as http:
+        (model,) = (await http.get("/v1beta/models")).json()["models"]
+        assert (model["name"], model["inputTokenLimit"]) == (f"models/{MODEL}", LENGTH)
+        body = gemini.body(user(gemini, "hi"), generationConfig={"candidateCount": 2})
+        answer = (await http.post(gemini.path, json=body)).json()
+        assert [each["index"] for each in answer["candidates"]] == [0, 1]
+        path = gemini.path.replace(":generate", ":streamGenerate")
+        refused = await http.post(path, json=body)
+        metrics = (await http.get("/metrics")).text
+    assert refused.status_code == 400 and "alt" in refused.json()["error"]["message"]
+    assert f'calls_total{{path="{gemini.path}",status="200"}} 1.0' in metrics
 
 
 async def test_a_text_may_be_echoed(renderer) -> None:

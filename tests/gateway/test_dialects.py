@@ -1,4 +1,4 @@
-"""Three dialects tell one conversation: what is read of a body, and what of an answer that comes back. About 10 s."""
+"""Four dialects tell one conversation: what is read of a body, and what of an answer that comes back. About 10 s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from support.dialects import DIALECTS, Anthropic, Chats, Dialect, Responses, chat_of
+from support.dialects import DIALECTS, Anthropic, Chats, Dialect, Gemini, Responses, chat_of
 from support.gateway import MODEL
 
 from titan_rl.chat import make_renderer
@@ -18,6 +18,7 @@ from titan_rl.chat.renderer import AnswerForm, Renderer
 from titan_rl.gateway.answers import Answer
 from titan_rl.gateway.anthropic import MessageAnswer, MessagesRequest
 from titan_rl.gateway.calls import ApiError, Choice, Delta, ServedPolicy
+from titan_rl.gateway.gemini import ContentAnswer, GenerateContentRequest
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest
 from titan_rl.gateway.openai_routes import ChatAnswer
 from titan_rl.gateway.responses import ResponseAnswer, ResponsesRequest
@@ -106,6 +107,8 @@ def answer_in(dialect: Dialect, renderer: Renderer) -> Answer:
             return ResponseAnswer(ResponsesRequest.model_validate(body), [], MODEL, lambda *stored: None)
         case Anthropic():
             return MessageAnswer(MessagesRequest.model_validate(body), MODEL)
+        case Gemini():
+            return ContentAnswer(GenerateContentRequest.model_validate(body), MODEL)
 
 
 @settings(max_examples=150)
@@ -147,26 +150,31 @@ NAMED = {
     "chat": {"tool_choice": {"type": "function", "function": {"name": "add"}}},
     "responses": {"tool_choice": {"type": "function", "name": "add"}},
     "anthropic": {"tool_choice": {"type": "tool", "name": "add"}},
+    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "ANY", "allowedFunctionNames": ["add"]}}},
 }
 ALLOWED = {
     "responses": {
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
-    }
+    },
+    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "AUTO", "allowedFunctionNames": ["add"]}}},
 }
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMED = {
     "chat": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     "responses": {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
     "anthropic": {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+    "gemini": {"generationConfig": {"responseMimeType": "application/json", "responseJsonSchema": SCHEMA}},
 }
 NONE = {
     "chat": {"tool_choice": "none"},
     "responses": {"tool_choice": "none"},
     "anthropic": {"tool_choice": {"type": "none"}},
+    "gemini": {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
 }
 ANY_OBJECT = {
     "chat": {"response_format": {"type": "json_object"}},
     "responses": {"text": {"format": {"type": "json_object"}}},
+    "gemini": {"generationConfig": {"responseMimeType": "application/json"}},
 }
 
 
@@ -197,7 +205,7 @@ def test_tools_that_may_not_be_called_are_not_shown() -> None:
         assert (call.prompts[0].tools, call.answer) == ([], None), name
 
 
-@pytest.mark.parametrize("name", ["responses", "anthropic"])
+@pytest.mark.parametrize("name", ["responses", "anthropic", "gemini"])
 def test_a_tool_that_is_forced_and_not_there_is_refused(name: str) -> None:
     options = json.loads(json.dumps(NAMED[name]).replace("add", "fly"))
     with pytest.raises(ApiError, match="there is no tool 'fly'"):
@@ -207,6 +215,10 @@ def test_a_tool_that_is_forced_and_not_there_is_refused(name: str) -> None:
 DRAWN = {
     "responses": {"temperature": 0.5, "top_p": 0.25},
     "anthropic": {"temperature": 0.5, "top_p": 0.25, "top_k": 4, "stop_sequences": ["x"]},
+    "gemini": {
+        "generationConfig": {"temperature": 0.5, "topP": 0.25, "topK": 4.0, "stopSequences": ["x"], "candidateCount": 2}
+        | {"seed": 3, "presencePenalty": 1, "frequencyPenalty": -1, "maxOutputTokens": 7}
+    },
 }
 
 
@@ -215,6 +227,9 @@ def test_how_tokens_are_drawn_is_what_the_client_says() -> None:
     assert call_of("responses", **DRAWN["responses"]).drawing == drawing
     call = call_of("anthropic", **DRAWN["anthropic"])
     assert (call.drawing, call.stop, call.max_new_tokens) == (drawing | {"top_k": 4}, ["x"], 100)
+    call = call_of("gemini", **DRAWN["gemini"])
+    assert call.drawing == drawing | {"top_k": 4, "presence_penalty": 1, "frequency_penalty": -1}
+    assert (call.choices, call.seed, call.max_new_tokens, call.stop) == (2, 3, 7, ["x"])
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
@@ -237,6 +252,12 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ("anthropic", {"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
         ("anthropic", {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages"),
         ("anthropic", {"max_tokens": 0}, "max_tokens"),
+        ("gemini", {"cachedContent": "x"}, "cachedContent"),
+        ("gemini", {"tools": [{"googleSearch": {}}]}, "tools"),
+        ("gemini", {"generationConfig": {"responseLogprobs": True}}, "generationConfig"),
+        ("gemini", {"generationConfig": {"topK": 1.5}}, "generationConfig"),
+        ("gemini", {"contents": [{"parts": [{"inlineData": {}}]}]}, "contents"),
+        ("gemini", {"contents": [{"parts": [{"text": "a", "functionCall": {"name": "b"}}]}]}, "contents"),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_name(name: str, change: dict, place: str) -> None:
@@ -253,6 +274,7 @@ HINTS = {
     | {"service_tier": "auto", "prompt_cache_key": "k", "truncation": "disabled", "max_tool_calls": 3},
     "anthropic": {"metadata": {"user_id": "u"}, "service_tier": "auto", "output_config": {"effort": "low"}, **CACHED}
     | {"system": [{"type": "text", "text": "be brief", **CACHED}], "thinking": {"type": "adaptive"}},
+    "gemini": {"safetySettings": [{}], "generationConfig": {"responseModalities": ["TEXT"]}},
 }
 
 
@@ -263,6 +285,31 @@ def test_hints_are_taken_and_change_nothing(name: str) -> None:
 
 
 # What is a dialect's own.
+
+
+def test_googles_schemas_are_json_schemas() -> None:
+    word = {"type": "STRING", "nullable": True, "format": "enum", "enum": ["a"]}
+    fields = {"type": word, "many": {"type": "ARRAY", "items": {"anyOf": [{"type": "INTEGER"}]}}}
+    declared = {"name": "f", "parameters": {"type": "OBJECT", "properties": fields, "propertyOrdering": ["type"]}}
+    body = {"contents": [{"parts": [{"text": "hi"}]}], "tools": [{"function_declarations": [declared]}]}
+    (tool,) = chat_of(Gemini(), body).tools
+    assert tool.parameters == {
+        "type": "object",
+        "properties": {
+            "type": {"anyOf": [{"type": "string", "enum": ["a"]}, {"type": "null"}]},
+            "many": {"type": "array", "items": {"anyOf": [{"type": "integer"}]}},
+        },
+    }
+
+
+def test_functions_that_answer_out_of_order_are_known_by_name_or_id() -> None:
+    calls = [{"functionCall": {"id": each, "name": each[0]}} for each in ("a1", "b1", "a2")]
+    answers = [{"name": "b"}, {"name": "a", "id": "a2"}, {"name": "a"}, {"name": "c", "id": "x"}]
+    told = [{"functionResponse": {**each, "response": {"n": 1}}} for each in answers]
+    contents = [{"role": "model", "parts": calls}, {"role": "user", "parts": [*told[:1]]}, {"parts": told[1:]}]
+    read = chat_of(Gemini(), {"contents": contents}).messages
+    assert [each.tool_call_id for each in read[1:]] == ["b1", "a2", "a1", "x"]
+    assert read[1] == Message("tool", '{"n": 1}', tool_call_id="b1")
 
 
 def test_turns_of_responses_are_told_apart_by_their_order() -> None:

@@ -210,12 +210,13 @@ async def test_the_api_is_described_as_it_is(chat):
     (kind,) = described["paths"]["/metrics"]["get"]["responses"]["200"]["content"]
     assert metrics.headers["content-type"].startswith(kind) and kind == "text/plain"
     streams = {
-        path
+        path.replace("{model}", MODEL)
         for path, methods in described["paths"].items()
         for operation in methods.values()
         if "text/event-stream" in operation["responses"]["200"]["content"]
     }
-    assert streams == {CHAT, TEXT, "/v1/responses", "/v1/messages"}
+    gemini = {f"/{version}/models/{MODEL}:streamGenerateContent" for version in ("v1", "v1beta")}
+    assert streams == {CHAT, TEXT, "/v1/responses", "/v1/messages", *gemini}
     seed, _ = described["components"]["schemas"]["ChatCompletionRequest"]["properties"]["seed"]["anyOf"]
     assert (seed["minimum"], seed["maximum"]) == (-(2**63), 2**63 - 1)
     assert "HTTPValidationError" not in json.dumps(described)
@@ -268,9 +269,10 @@ async def test_who_parses_a_long_body_keeps_nobody_waiting(chat, monkeypatch):
         ({"prompt": [[70], [70] * 512]}, "512 prompt tokens do not fit"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 4096}] * 40}, "not 163840"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}] * 128}] * 33}, "not 4224"),
+        ({"contents": [{"parts": [{"text": "a"}] * 4096}] * 40}, "not 163840"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 4096}] * 40}, "not 163840"),
     ],
-    ids=["ids", "several", "parts", "calls", "responses"],
+    ids=["ids", "several", "parts", "calls", "gemini", "responses"],
 )
 async def test_what_is_too_long_is_refused_before_it_is_read(chat, body, said, monkeypatch):
     for name in ("encode", "render", "decode"):
@@ -278,6 +280,7 @@ async def test_what_is_too_long_is_refused_before_it_is_read(chat, body, said, m
     fleet = TellingFleet([70])
     async with http_client(app_over(fleet, policy_of(chat, 512))) as http:
         paths = {"messages": CHAT, "prompt": TEXT, "input": "/v1/responses"}
+        paths["contents"] = f"/v1beta/models/{MODEL}:generateContent"
         answer = await http.post(paths[next(iter(body))], json={"model": MODEL, **body})
     assert answer.status_code == 400 and said in answer.json()["error"]["message"]
     assert fleet.asked == []

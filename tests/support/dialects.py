@@ -11,6 +11,7 @@ from typing import Any
 from support.gateway import MODEL, http_client
 from titan_rl.gateway.anthropic import MessagesRequest
 from titan_rl.gateway.calls import Chat, CompletionCall
+from titan_rl.gateway.gemini import GenerateContentRequest
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest
 from titan_rl.gateway.responses import ResponsesRequest
 from titan_rl.types import Message, ToolSpec
@@ -203,8 +204,72 @@ class Anthropic:
             return self.answer(await events.get_final_message())
 
 
-Dialect = Chats | Responses | Anthropic
-DIALECTS: dict[str, Dialect] = {"chat": Chats(), "responses": Responses(), "anthropic": Anthropic()}
+class Gemini:
+    path = f"/v1beta/models/{MODEL}:generateContent"
+
+    def body(self, entries: Sequence[Json], system: str = "", tools: Sequence[ToolSpec] = (), **options: Any) -> Json:
+        declared = [
+            {"name": tool.name, "description": tool.description, "parametersJsonSchema": tool.parameters}
+            for tool in tools
+        ]
+        config = {"thinkingConfig": {"includeThoughts": True}, **options.pop("generationConfig", {})}
+        told = {"contents": list(entries), "generationConfig": config, **options}
+        instruction = {"parts": [{"text": system}], "role": "user"} if system else None
+        return {
+            **told,
+            **present(systemInstruction=instruction, tools=declared and [{"functionDeclarations": declared}]),
+        }
+
+    def call(self, body: Json) -> CompletionCall:
+        return GenerateContentRequest.model_validate(body).call("c")
+
+    def entries(self, messages: Sequence[Message]) -> list[Json]:
+        """Answers of functions do not say which call they answer."""
+        names: list[str] = []
+        told = []
+        for each in messages:
+            parts: list[Json] = []
+            if each.role == "tool":
+                parts.append({"functionResponse": {"name": names.pop(0), "response": {"result": each.content}}})
+            else:
+                if each.reasoning:
+                    parts.append({"text": each.reasoning, "thought": True})
+                if each.content or not each.tool_calls:
+                    parts.append({"text": each.content})
+                names = [call.name for call in each.tool_calls]
+                for call in each.tool_calls:
+                    parts.append({"functionCall": {"id": call.id, "name": call.name, "args": call.arguments}})
+            told.append({"role": "model" if each.role == "assistant" else "user", "parts": parts})
+        return told
+
+    def answer(self, *chunks: Json) -> Answer:
+        candidates = [chunk["candidates"][0] for chunk in chunks]
+        parts = [part for each in candidates for part in each["content"]["parts"]]
+        calls = [part["functionCall"] for part in parts if "functionCall" in part]
+        return Answer(
+            said=[each["content"] for each in candidates],
+            text="".join(part.get("text", "") for part in parts if not part.get("thought")),
+            reasoning="".join(part["text"] for part in parts if part.get("thought")),
+            calls=[(call["id"], call["name"], call["args"]) for call in calls],
+            reason=candidates[-1]["finishReason"],
+            whole=chunks[-1],
+        )
+
+    async def ask(self, clients: Clients, body: Json, *, stream: bool) -> Answer:
+        async with http_client(clients.app) as http:
+            headers = {"x-goog-api-key": clients.key}
+            if not stream:
+                return self.answer((await http.post(self.path, json=body, headers=headers)).raise_for_status().json())
+            path = self.path.replace(":generate", ":streamGenerate")
+            answer = (await http.post(path, params={"alt": "sse"}, json=body, headers=headers)).raise_for_status()
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line]
+        if "error" in chunks[-1]:
+            raise RuntimeError(chunks[-1]["error"]["message"])
+        return self.answer(*chunks)
+
+
+Dialect = Chats | Responses | Anthropic | Gemini
+DIALECTS: dict[str, Dialect] = {"chat": Chats(), "responses": Responses(), "anthropic": Anthropic(), "gemini": Gemini()}
 
 
 @dataclass

@@ -15,7 +15,7 @@ from support.gateway import MODEL, until_idle
 from titan_rl.supervision.supervisor import Supervisor
 
 ANSWERED = ("/v1/chat/completions", "/v1/completions")
-REFUSED = (*ANSWERED, "/v1/responses", "/v1/messages")
+REFUSED = (*ANSWERED, "/v1/responses", "/v1/messages", f"/v1beta/models/{MODEL}:generateContent")
 """A text that the symbols can write is seldom made up."""
 EXAMPLES = 20
 """Per operation."""

@@ -4,6 +4,7 @@ Thinking is shown to clients that ask for it. Others take the first block for th
 """
 
 import json
+import re
 import uuid
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -23,6 +24,8 @@ from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message, ToolSpec
 
+PATHS = re.compile("/v1/messages")
+"""Whose errors have this dialect's form."""
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
 ERRORS |= {503: "overloaded_error"}
 

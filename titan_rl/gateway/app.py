@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from titan_rl.errors import ActorFailed, TitanError
-from titan_rl.gateway import anthropic, openai_routes, responses
+from titan_rl.gateway import anthropic, gemini, openai_routes, responses
 from titan_rl.gateway.answers import JsonResponse
 from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancel_when
 from titan_rl.gateway.calls import ApiError, Fleet, ServedPolicy, api_error
@@ -70,7 +70,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     app = FastAPI(title="titan_rl gateway", docs_url=None, redoc_url=None, responses=ERRORS)
     metrics = GatewayMetrics()
     sampler = Sampler(fleet, policy, metrics, max_choices=config.max_choices)
-    for dialect in (openai_routes, responses, anthropic):
+    for dialect in (openai_routes, responses, anthropic, gemini):
         app.include_router(dialect.routes(sampler))
 
     @app.get("/health")
@@ -139,7 +139,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
 def refusal(error: Exception, path: str) -> Response:
     """Every answer that is no success, in the form of the path's dialect."""
     shown = api_error(error)
-    dialect = anthropic if path.startswith("/v1/messages") else openai_routes
+    dialect = next((each for each in (anthropic, gemini) if each.PATHS.match(path)), openai_routes)
     return JsonResponse(dialect.error_object(shown), status_code=shown.status, headers=shown.headers)
 
 
@@ -147,7 +147,9 @@ def api_key(scope: Scope) -> str:
     """Empty where a call has none. The case of the header's scheme does not matter (RFC 9110)."""
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return (key if scheme.lower() == "bearer" else "") or headers.get("x-api-key", "")
+    key = key if scheme.lower() == "bearer" else ""
+    key = key or headers.get("x-api-key", "") or headers.get("x-goog-api-key", "")
+    return key or QueryParams(scope["query_string"]).get("key", "")
 
 
 class GatewayServer:

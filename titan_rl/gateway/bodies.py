@@ -94,10 +94,10 @@ def text_of(content: Any) -> str:
     return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
 
 
-def call_of(call_id: str, prompts: Prompts, body: Strict, prompt: str, **more: Any) -> CompletionCall:
+def call_of(call_id: str, prompts: Prompts, body: Strict, prompt: str, place: str = "", **more: Any) -> CompletionCall:
     """`body` says how prompts are completed, in fields that are named as the call's. `prompt`: what it calls a prompt.
-    `more`: fields of the call."""
-    names = {name: field.alias or name for name, field in type(body).model_fields.items()}
+    `place`: how the path to its fields begins. `more`: fields of the call."""
+    names = {name: f"{place}{field.alias or name}" for name, field in type(body).model_fields.items()}
     asked = {name: value for name in names if (value := getattr(body, name)) is not None}
     most = "max_new_tokens" if "max_new_tokens" in asked else "max_tokens"  # OpenAI has both
     told = {name: names[name] for name in (*DRAWING, "stop_token_ids", "choices") if name in names}
