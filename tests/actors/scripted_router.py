@@ -22,13 +22,11 @@ class ScriptedRouter(RequestServer):
         super().__init__()
         self._holding = False
         self._held: dict[str, GenerationRequest] = {}
-        self._sessions: set[str] = set()  # that were begun and not ended
         self._changed = asyncio.Event()  # set at the next change
 
     # What a rollout worker calls.
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        self._sessions |= {request.session_id for request in requests if request.session_id is not None}
         if self._holding:
             self._held.update((request.request_id, request) for request in requests)
             self._notify()
@@ -38,12 +36,6 @@ class ScriptedRouter(RequestServer):
     def stop_requests(self, request_ids: Sequence[str]) -> None:
         aborted = [self._held.pop(each) for each in request_ids if each in self._held]
         self.answer([sampled(request, tokens=0) for request in aborted])
-        self._notify()
-
-    @endpoint
-    async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        assert self._sessions >= set(session_ids), "each is ended once, after its requests"
-        self._sessions -= set(session_ids)
         self._notify()
 
     # What a test calls.
@@ -68,12 +60,6 @@ class ScriptedRouter(RequestServer):
     async def wait_for_requests(self, count: int) -> None:
         """Until so many are held back."""
         while len(self._held) != count:
-            await self._changed.wait()
-
-    @endpoint
-    async def wait_for_sessions(self, count: int) -> None:
-        """Until so many are open."""
-        while len(self._sessions) != count:
             await self._changed.wait()
 
     def _notify(self) -> None:

@@ -136,19 +136,6 @@ def files(store: str) -> list[str]:
     return [path.name for path in Path("/dev/shm").glob(f"titan_rl-{os.getpid()}-samples.{store}-*")]
 
 
-async def test_the_sessions_of_a_group_end_with_it_also_when_it_is_stopped(up: Workers) -> None:
-    """The router hears of it with the next requests of the worker."""
-    await up.release_all([await up.rollouts.run_group(group(51))])
-    plays = await up.begin([52, 53])
-    await up.route("wait_for_sessions", 2 * SAMPLES)
-    await up.rollouts.stop_groups()
-    await up.release_all(await asyncio.gather(*plays, return_exceptions=True))
-    plays = await up.begin([54, 55])
-    await up.route("wait_for_sessions", 2 * SAMPLES)
-    await up.route("let_go")
-    await up.release_all(await asyncio.gather(*plays))
-
-
 async def test_a_report_has_references_and_no_tokens_and_the_stores_have_them(up: Workers) -> None:
     report = await up.rollouts.run_group(group(1))
     assert report.samples.samples is None

@@ -29,22 +29,6 @@ async def test_a_request_that_is_cancelled_in_the_tick_it_was_sent_frees_its_slo
     await draining.in_flight(0)
 
 
-async def test_a_session_that_ends_with_a_request_in_flight_is_not_kept_afterwards() -> None:
-    """Whether the request left in an earlier tick or not."""
-    async with Fleet(RouterConfig(strategy="sticky_session")) as fleet:
-        first = fleet.generate(request("turn0", session="s"))
-        await asyncio.sleep(0)  # the request is queued in the tick in which its session ends
-        fleet.router.end_sessions(["s"])
-        home = await fleet.until_runs("turn0")
-        await fleet.on(home, "finish", ["turn0"], 1)
-        await first
-        await fleet.in_flight(0)
-        again = fleet.generate(request("turn1", session="s"))
-        assert await fleet.until_runs("turn1") == 1 - home
-        await fleet.on(1 - home, "finish", ["turn1"], 1)
-        await again
-
-
 async def test_closing_the_router_fails_what_is_open(draining: Fleet) -> None:
     calls = [draining.generate(request(f"r{index}")) for index in range(4)]
     await draining.live(0, 2)
@@ -67,24 +51,6 @@ async def test_a_router_whose_bookkeeping_fails_ends_and_nobody_waits_for_ever()
         home = await fleet.until_runs("r0")
         await fleet.on(home, "finish", ["r0"], 1)
         for each in (*calls, fleet.generate(request("later"))):
-            with pytest.raises(ActorFailed, match="router: KeyError"):
-                await asyncio.wait_for(each, SECONDS)
-
-
-class BrokenEnds(RoundRobin):
-    """Its bookkeeping fails when a session ends, of which only a call without an outcome tells it."""
-
-    def end_session(self, session_id: str) -> None:
-        raise KeyError(session_id)
-
-
-async def test_a_router_that_fails_in_a_call_without_an_outcome_ends_too() -> None:
-    """Otherwise only the link to that client would end, and it would wait for another router, which nobody starts."""
-    async with Fleet(RouterConfig(strategy=f"{__file__}:BrokenEnds")) as fleet:
-        call = fleet.generate(request("r"))
-        await fleet.until_runs("r")
-        fleet.router.end_sessions(["s"])
-        for each in (call, fleet.generate(request("later"))):
             with pytest.raises(ActorFailed, match="router: KeyError"):
                 await asyncio.wait_for(each, SECONDS)
 

@@ -101,10 +101,6 @@ class RouterMachine(RuleBasedStateMachine):
         open_ones = [request_id for request_id, caller in callers.items() if caller.place != LEFT]
         self.driver.abort(data.draw(st.sampled_from(open_ones or list(callers))))
 
-    @rule(session=st.sampled_from(SESSIONS))
-    def a_session_ends(self, session: str) -> None:
-        self.driver.strategy.end_session(session)
-
     # Weights.
 
     @rule(change=st.sampled_from(["newer", "newer", "same", "older", "incarnation"]), beside=st.booleans())

@@ -76,16 +76,9 @@ def test_a_session_goes_on_elsewhere_when_its_generator_is_gone(event: str) -> N
     assert turn(dispatcher, "m2", "mine") == new_home, "the end of an earlier request does not bring it back"
 
 
-def test_sessions_that_nobody_ends_are_forgotten_least_recently_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sessions_are_forgotten_least_recently_used_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategies, "MOST_SESSIONS", 2)
     strategy, _, dispatcher = sticky_fleet(3)
     for number, session in enumerate("abac"):
         turn(dispatcher, f"r{number}", session)
     assert [session for session in "abc" if strategy.generator_of(session)] == ["a", "c"]
-
-
-def test_an_ended_session_is_forgotten() -> None:
-    strategy, _, dispatcher = sticky_fleet(2)
-    turn(dispatcher, "m0", "mine")
-    strategy.end_session("mine")
-    assert strategy.generator_of("mine") is None

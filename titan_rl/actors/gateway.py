@@ -90,9 +90,7 @@ class Gateway(ConnectedActor):
 
     @endpoint
     async def close_rollout(self, session_id: str) -> Trajectory:
-        trajectory = await self._rollout_keys().close(session_id)
-        self._fleet.end_sessions([session_id])
-        return trajectory
+        return await self._rollout_keys().close(session_id)
 
     @endpoint
     async def close(self) -> None:

@@ -134,11 +134,7 @@ class RolloutWorker(StoreKeeper):
         return "programs" if self._playing else "slots"
 
     def _begin(self, request: GroupRequest) -> asyncio.Task[GroupResult]:
-        sessions: set[str] = set()
-
         async def generate(asked: GenerationRequest) -> Completion:
-            if asked.session_id is not None:
-                sessions.add(asked.session_id)
             try:
                 return await self._router.generate(asked)
             except RequestLost as error:  # a fault of engines has no reward: the group is played again
@@ -147,7 +143,6 @@ class RolloutWorker(StoreKeeper):
         task = asyncio.get_running_loop().create_task(self._runner.run_group(request, generate))
         self._playing.add(task)
         task.add_done_callback(self._playing.discard)
-        task.add_done_callback(lambda _: self._router.end_sessions(sessions))
         return task
 
     async def _report(self, request: GroupRequest, result: GroupResult) -> GroupReport:

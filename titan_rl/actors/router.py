@@ -77,11 +77,6 @@ class GeneratorRouter(RequestServer):
         elif outcome is not None:
             self.answer([outcome])
 
-    @endpoint
-    async def end_sessions(self, session_ids: Sequence[str]) -> None:
-        for session_id in session_ids:
-            self.run(self._strategy.end_session, session_id)
-
     def _accept(self, requests: Sequence[GenerationRequest]) -> None:
         accepted: list[GenerationRequest] = []
         refused: list[tuple[str, TitanError]] = []

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,7 +35,6 @@ class RouterClient(RequestClient):
         self._seconds = seconds  # limit of a call that waits for no generator
         self._completions: dict[str, asyncio.Future[Completion]] = {}
         self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
-        self._over: list[str] = []  # sessions that the router has not heard of
         self._wanted: tuple[Publication, ...] = ()  # what this client wants to be served
 
     # Requests.
@@ -56,9 +55,6 @@ class RouterClient(RequestClient):
         if request_id in self._open:  # its answer may be on the way and would be taken for this request's
             raise _in_use(request_id)
         completion = self._completions[request_id] = asyncio.get_running_loop().create_future()
-        if self._over:  # first: a session may begin again
-            self.connection.tell(GeneratorRouter.end_sessions, self._over)
-            self._over = []
         self.send((request,))
         try:
             return await completion
@@ -97,11 +93,6 @@ class RouterClient(RequestClient):
         finally:
             del self._inboxes[request_id]
             completion.cancel()
-
-    def end_sessions(self, session_ids: Iterable[str]) -> None:
-        """These conversations are over. A sticky strategy forgets each once its live requests have ended. The router
-        hears of it with the next request: a message of its own costs 0.7 ms over all processes that it wakes."""
-        self._over += session_ids
 
     def answered(self, completions: Packed[Completion], failures: Failures) -> None:
         for completion in completions.unpack():

@@ -29,6 +29,7 @@ SHORT_NAMES = {
 """Values of `router.strategy`, beside `pkg.mod:Class` and `file.py:Class`."""
 
 MOST_SESSIONS = 100_000
+"""About 20 MB."""
 
 
 class RoutingStrategy(ServingListener, Protocol):
@@ -43,10 +44,6 @@ class RoutingStrategy(ServingListener, Protocol):
 
     def released(self, request: GenerationRequest, name: str, load: int) -> None:
         """The request is no longer live on the generator, whose estimated load is now `load`."""
-        return
-
-    def end_session(self, session_id: str) -> None:
-        """The conversation is over."""
         return
 
 
@@ -131,7 +128,8 @@ class StickySession(LeastLoaded):
 
     While that one does not serve what is asked for, `LeastLoaded` chooses another one, where the session then stays: it
     is gone, or it takes new weights, which empties its cache. `LeastLoaded` also chooses for requests without a
-    session. Sessions that nobody ends are forgotten, the least recently used first, when there are `MOST_SESSIONS`.
+    session. Nobody says when a session ends: the least recently used one is forgotten when there are more than
+    `MOST_SESSIONS`.
     """
 
     def __init__(self) -> None:
@@ -150,9 +148,6 @@ class StickySession(LeastLoaded):
             self._homes.move_to_end(request.session_id)
             if len(self._homes) > MOST_SESSIONS:
                 self._homes.popitem(last=False)
-
-    def end_session(self, session_id: str) -> None:
-        self._homes.pop(session_id, None)
 
     def generator_of(self, session_id: str) -> str | None:
         """The session's generator, None if it has none."""

@@ -72,7 +72,6 @@ async def work(router: RouterClient, strategy: str, number: int) -> Run:
     started = time.perf_counter()
     sessions = await asyncio.gather(*(converse(router, strategy, number, index) for index in range(CONVERSATIONS)))
     seconds = time.perf_counter() - started
-    router.end_sessions([f"{strategy}-{number}-{index}" for index in range(CONVERSATIONS)])
     completions = list(itertools.chain(*sessions))
     cached, read = (
         sum(each.metrics[name] for each in completions)
