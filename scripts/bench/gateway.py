@@ -6,7 +6,8 @@
 policy in float32, with the same limits, and are called by the same light client; the router gets the same requests
 from this process. They take turns, so that a change of the machine's speed hits all of them; ratios are medians over
 the rounds. `ttft_*` is the time from sending a call to the first event of its stream of 128 tokens, at one client:
-both servers send tokens as they are sampled. `streaming_*` are tokens per second when all 64 clients stream.
+both servers send tokens as they are sampled. `streaming_*` are tokens per second when all 64 clients stream. `vllm_*`
+is what vLLM's own benchmark client (`vllm bench serve`) says of as many streams, of prompts that it draws itself.
 
 Both compute with vLLM's packed copies of the weights, as `titan-rl serve` does, with one thread per engine. Both have
 the whole machine: the api_server its one engine, the gateway a fleet of `--generators`; `--generators 1` compares
@@ -35,7 +36,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-from parts.fleet import POLICY, make_request
+from parts.fleet import POLICY, PROMPT_TOKENS, make_request
 from parts.table import print_report
 
 from titan_rl.config import RunConfig
@@ -99,6 +100,15 @@ class LightClient:
 CLIENTS, NEW_TOKENS, LENGTH = 64, 128, 256
 MODEL, PATH = "policy", "/v1/completions"
 START_SECONDS = 300.0
+VLLM_VARIABLES = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 ROUTER, GATEWAY, API_SERVER = "router", "gateway", "api_server"
 NUMBERS = {ROUTER: 0, GATEWAY: 1, API_SERVER: 2}
 """Part of the prompts' seed: gateway and router share a generator, and no prefix cache is to help."""
@@ -130,21 +140,12 @@ async def api_server(model_path: Path, log: Any) -> AsyncIterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
     arguments = f"--port {port} --host 127.0.0.1 --dtype float32 --enforce-eager --max-model-len {LENGTH} "
     arguments += f"--max-num-seqs {CLIENTS} --block-size 32 --kv-cache-memory-bytes {256 << 20} "
     # seeded requests and chunked prefill do not go together on CPU
     arguments += f"--served-model-name {MODEL} --no-enable-chunked-prefill --disable-uvicorn-access-log"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_path)]
-    process = subprocess.Popen([*command, *arguments.split()], env=environment, stdout=log, stderr=log)
+    process = subprocess.Popen([*command, *arguments.split()], env=VLLM_VARIABLES, stdout=log, stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_SECONDS
@@ -170,6 +171,34 @@ async def through_http(clients: list[LightClient], requests: list[GenerationRequ
         *(client.call(PATH, body_of(request)) for client, request in zip(clients, requests, strict=True))
     )
     return sum(answer["usage"]["completion_tokens"] for answer in answers)
+
+
+VLLM_CLIENT = """
+import sys
+from vllm.benchmarks import serve
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+serve.add_cli_args(parser := FlexibleArgumentParser())
+serve.main(parser.parse_args(sys.argv[1:]))
+"""  # the command `vllm` does not start where its package is called vllm-cpu
+
+
+async def by_vllms_client(url: str, model_path: Path, seed: int) -> dict[str, float]:
+    """What it reports."""
+    with tempfile.TemporaryDirectory() as directory:
+        options = f"--backend openai --base-url {url} --endpoint {PATH} --model {MODEL} --tokenizer {model_path} "
+        options += (
+            f"--dataset-name random --random-input-len {PROMPT_TOKENS} --random-output-len {NEW_TOKENS} --seed {seed} "
+        )
+        options += f"--num-prompts {CLIENTS} --max-concurrency {CLIENTS} --ignore-eos --disable-tqdm --save-result "
+        options += f"--result-dir {directory} --result-filename result.json"
+        command = [sys.executable, "-c", VLLM_CLIENT, *options.split()]
+        process = await asyncio.create_subprocess_exec(*command, stdout=-1, stderr=-2, env=VLLM_VARIABLES)
+        output, _ = await process.communicate()
+        if process.returncode:
+            raise RuntimeError(output.decode()[-4000:])
+        result: dict[str, float] = json.loads((Path(directory) / "result.json").read_text())
+    assert result["completed"] == CLIENTS and result["total_output_tokens"] == CLIENTS * NEW_TOKENS, result
+    return result
 
 
 async def streamed(url: str, requests: list[GenerationRequest]) -> tuple[list[float], float]:
@@ -221,6 +250,10 @@ async def measure(rounds: int, generators: int) -> None:
                             first[name].append(waited * 1e3)
                             streaming[name].append(CLIENTS * NEW_TOKENS / seconds)
                 print(f"round {number} of {rounds} done", flush=True)
+            told: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
+            for number in range(rounds):
+                for name, url in list(urls.items())[:: 1 if number % 2 else -1]:
+                    told[name].append(await by_vllms_client(url, model_directory(config), number))
             for client in [*clients[GATEWAY], *clients[API_SERVER]]:
                 await client.close()
 
@@ -240,6 +273,10 @@ async def measure(rounds: int, generators: int) -> None:
         **{f"streaming_tokens_per_second_{name}": round(statistics.median(each)) for name, each in streaming.items()},
         "streaming_ratio_to_api_server": round(ratio(API_SERVER, streaming), 3),
     }
+    for told_as, what in (("vllm_tokens_per_second", "output_throughput"), ("vllm_ttft_ms", "median_ttft_ms")):
+        values = {name: [each[what] for each in theirs] for name, theirs in told.items()}
+        figures |= {f"{told_as}_{name}": round(statistics.median(each), 1) for name, each in values.items()}
+        figures[f"{told_as}_ratio"] = round(ratio(API_SERVER, values), 3)
     rows: list[list[Any]] = [
         [
             name,
