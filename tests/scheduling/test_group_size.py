@@ -27,3 +27,4 @@ def test_groups_that_are_solved_or_smaller_do_not_count_and_half_is_not_most():
     assert not size.trained(3, [(4, True), (4, True), (8, True)]), "they were asked for before"
     assert size.trained(4, [(8, True)] * 3) and size.at(4) == 16
     assert not size.trained(5, [(16, True)] * 3), "they are as large as they may be"
+    assert GroupSize(first=4, most=0, grown=size.grown).at(5) == 4, "the run went on with groups that stay as they are"

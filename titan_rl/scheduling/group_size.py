@@ -19,7 +19,7 @@ class GroupSize:
 
     def at(self, step: int) -> int:
         """Of groups that are admitted under the version of this step."""
-        return self.first if not self.grown else min(self.most, self.first << bisect_right(self.grown, step))
+        return max(self.first, min(self.most, self.first << bisect_right(self.grown, step)))
 
     def trained(self, step: int, groups: Sequence[tuple[int, bool]]) -> bool:
         """Whether groups are larger from this step on. `groups`: of those that were trained in it, the size, and
