@@ -41,7 +41,7 @@ from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
-from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
+from titan_rl.policy.training_state import CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, part_of, read_state
 from titan_rl.types import LARGEST_STEP, PolicyVersion
 from titan_rl.weights.manifest import TIED, TensorShard
 
@@ -253,10 +253,12 @@ class PolicyUpdater:
         return [] if self._reference is None or self._teacher else self._reference.local_tensors()
 
     def _state(self) -> dict[str, Any]:
-        moments = self._optimizer.state_dict()
+        """Live tensors and plain values by name."""
         reference = {} if self._reference is None or self._teacher else self._reference.tensors
         critic = self._critic.tensors if self._critic else {}
-        return state_of(self.step, weights=self._policy.tensors, moments=moments, reference=reference, critic=critic)
+        parts = {WEIGHTS: self._policy.tensors, MOMENTS: self._optimizer.state_dict()}
+        parts |= {REFERENCE: reference, CRITIC: critic}
+        return {"step": self.step} | {of + name: value for of, part in parts.items() for name, value in part.items()}
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
