@@ -4,8 +4,9 @@
 
 Each copies two digits, of which answers at random get 0.2: the mean reward on held-out prompts before and after, the
 first step whose sampled answers got `SAMPLED`, and the seconds of a trainer's call ÷ GRPO's in a run shortly before: of
-the fastest tenth, which what else the machine does slows least. Settings are those of the recipe `copy4`, and what an algorithm cannot do without; the teacher of `distillation`
-is the first of GRPO's runs. `--table` prints the table of policy/README.md.
+the fastest tenth, which what else the machine does slows least. Settings are those of the recipe `copy4`, and what an
+algorithm cannot do without; the teacher of `distillation` is the first of GRPO's runs. `--table` prints the table of
+policy/README.md.
 The last line is one JSON object.
 """
 

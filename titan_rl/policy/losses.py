@@ -117,8 +117,7 @@ def kl_penalty(estimator: KLEstimator, logprobs: Tensor, reference_logprobs: Ten
     and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477). The gradient of
     KL(current || reference) is the mean of x grad logprob, and that is the gradient of k2; so here k1 has the value x
     and the gradient of k2. The gradient of k3, (1 - exp(-x)) grad logprob, agrees with it near x = 0; far from 0 it is
-    that of KL(reference || current). A penalty of x in the reward has, without a baseline, the gradient of k2 in the
-    loss.
+    that of KL(reference || current). In the reward (`trainer.kl.in_reward`) k1 is right, for whole samples too.
 
     k1, k2 and k3 are not weighted for the age of a sample. k3 replaces x below -`LARGEST_LOG_RATIO` by that bound:
     exp(-x) would overflow, and one token's gradient would drown all others long before.
