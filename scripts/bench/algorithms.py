@@ -2,45 +2,70 @@
 
     python scripts/bench/algorithms.py [--only NAME …] [--seeds 0] [--steps 60] [--table]
 
-Each copies two digits, of which answers at random get 0.2: the mean reward on held-out prompts before and after, the
-median seconds of a trainer's call ÷ GRPO's in a run shortly before. Settings are those of the recipe `copy4`, and what
-an algorithm cannot do without. `--table` prints the table of policy/README.md.
-The last line is one JSON object.
+Each copies two digits, of which answers at random get 0.2: the mean reward on held-out prompts before and after, and
+the first step whose sampled answers got `SAMPLED`. Settings are those of the recipe `copy4`, and what an algorithm
+cannot do without; the teacher of `distillation` is a run of GRPO. The cost is the CPU time of a trainer's step ÷ GRPO's
+on the same batches, one after the other in this process, so that it hardly matters what else the machine does.
+`--table` prints the table of policy/README.md. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from parts.table import print_report
 
+from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.policy.algorithms import catalogue, short_names
+from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.tiny import model_directory
+from titan_rl.policy.updater import PolicyUpdater
+from titan_rl.train import VERB, resolve
+from titan_rl.types import NO_VERSION, TrainingSample
 
 ENOUGH = 0.3
 """Of the reward: what it rises by if the algorithm learns."""
+SAMPLED = 0.4
+"""Mean reward of a step's sampled answers, twice what answers at random get."""
 LOSS_OF = {"gdpo": "reinforce_pp", "reinforce_pp_baseline": "reinforce_pp"}
 """Where credit alone is no algorithm, what it is for; else GRPO's loss."""
 SETTINGS = {
+    "distillation": [
+        *("--trainer.loss.kwargs.entropy_bonus", "0"),
+        *("--trainer.kl.coefficient", "1"),
+        *("--trainer.kl.estimator", "k2"),
+    ],
     "gdpo": ["--rollout.advantage.kwargs.scores.positions_equal", "1"],
+    "pass_at_k": ["--rollout.advantage.kwargs.success", "0.6"],  # two of the three places
     "ppo": ["--trainer.critic.coefficient", "0.5"],
 }
-APART = ("distillation",)
-"""It needs a teacher: tests/system/test_algorithms_learn.py."""
-BARE_EVERY = 5
-"""Algorithms between two runs of GRPO: the machine is not equally fast for half an hour."""
+RECIPE = ["--recipe", "copy4", "--environment.kwargs.digits", "2"]
+GROUPS, MEMBERS = 32, 8
+TURNS, FIRST = 40, 4
+"""Steps of each that are compared, and those before that are not."""
+ALONE = ["--trainer.logprob-alarm.mean", "0", "--trainer.logprob-alarm.outside-share", "0"]
+"""No engine has sampled what the cost is measured on."""
 
 
-def settings(name: str) -> list[str]:
+def settings(name: str, teacher: Path) -> list[str]:
     """What a run of this algorithm is started with."""
     options = SETTINGS.get(name, []).copy()
+    if name == "distillation":
+        options += ["--trainer.kl.teacher", str(*teacher.glob("*/checkpoint"))]
     if name in short_names("advantages"):
         options += ["--rollout.advantage.name", name]
     if name in short_names("loss") or name in LOSS_OF:
@@ -48,22 +73,72 @@ def settings(name: str) -> list[str]:
     return options
 
 
-def run(steps: int, seed: int, *options: str) -> tuple[float, float, float]:
-    """Held-out reward before and after so many steps, and the median seconds of a trainer's call. Raises RuntimeError
-    where the run fails."""
-    command = [sys.executable, "-m", "titan_rl.train", "--recipe", "copy4", "--environment.kwargs.digits", "2"]
+def run(steps: int, seed: int, runs: Path, *options: str) -> tuple[float, float, float]:
+    """Held-out reward before and after so many steps, and the first step that sampled well. Raises RuntimeError where
+    the run fails."""
     bounds = ["--loop.steps", str(steps), "--evaluation.every", str(steps), "--evaluation.target-exact-match", "0"]
-    with tempfile.TemporaryDirectory() as runs:
-        where = ["--seed", str(seed), "--logging.directory", runs]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run([*command, *bounds, *where, *options], capture_output=True, text=True, env=environment)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(options)}: {done.stderr[-2000:]}")
-        (file,) = Path(runs).glob("*/metrics.jsonl")
-        lines: list[dict[str, Any]] = [json.loads(line) for line in file.open()]
+    where = ["--seed", str(seed), "--logging.directory", str(runs)]
+    command = [sys.executable, "-m", "titan_rl.train", *RECIPE, *bounds, *where, *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(options)}: {done.stderr[-2000:]}")
+    (file,) = runs.glob("*/metrics.jsonl")
+    lines: list[dict[str, Any]] = [json.loads(line) for line in file.open()]
     rewards = [line["evaluation/reward"] for line in lines if "evaluation/reward" in line]
-    seconds = [line["seconds/train"] for line in lines if "seconds/train" in line]
-    return rewards[0], rewards[-1], statistics.median(seconds)
+    sampled = (line["step"] for line in lines if line.get("rollout/reward_mean", 0) >= SAMPLED)
+    return rewards[0], rewards[-1], next(sampled, math.inf)
+
+
+def trainer(*options: str) -> tuple[PolicyUpdater, int]:
+    """The only rank of such a run's trainer, and its vocabulary."""
+    config, _ = resolve(VERB.read([*RECIPE, *ALONE, *options]))
+    updater = PolicyUpdater(
+        config.trainer_settings(),
+        model_path=model_directory(config),
+        temperature=1.0,
+        total_steps=FIRST + TURNS,
+        device="cpu",
+        seed=0,
+    )
+    if config.trainer.kl.coefficient:
+        updater.freeze_reference()
+    return updater, read_shape(model_directory(config)).vocab
+
+
+def batch(step: int, vocab: int) -> SampleBatch:
+    """Groups as a run of so short answers has them, by a policy that knows nothing yet."""
+    draw = np.random.default_rng(step)
+
+    def sample(group: int, member: int, prompt: np.ndarray) -> TrainingSample:
+        ids = np.concatenate([prompt, draw.integers(2, vocab, draw.integers(2, 7))]).astype(np.int32)
+        mask = np.arange(len(ids)) >= len(prompt)
+        logprobs = np.where(mask, draw.normal(-math.log(vocab), 0.05, len(ids)), 0).astype(np.float32)
+        return TrainingSample(
+            group_id=group,
+            sample=member,
+            token_ids=ids,
+            loss_mask=mask,
+            logprobs=logprobs,
+            versions=np.where(mask, step, NO_VERSION),
+            advantages=np.where(mask, draw.normal(), 0).astype(np.float32),
+            reward=0.0,
+        )
+
+    prompts = [draw.integers(2, vocab, 3) for _ in range(GROUPS)]
+    return SampleBatch.of(sample(group, member, prompts[group]) for group in range(GROUPS) for member in range(MEMBERS))
+
+
+def cost(options: Sequence[str]) -> float:
+    """Of a step with these options ÷ without."""
+    (bare, vocab), (own, _) = trainer(), trainer(*options)
+    seconds: dict[PolicyUpdater, list[float]] = {bare: [], own: []}
+    for step in range(FIRST + TURNS):
+        samples = batch(step, vocab)
+        for each in (bare, own) if step % 2 else (own, bare):
+            plan, began = each.plan(samples), time.process_time()
+            each.train_step(samples, plan)
+            seconds[each].append(time.process_time() - began)
+    return statistics.median(seconds[own][FIRST:]) / statistics.median(seconds[bare][FIRST:])
 
 
 def main() -> None:
@@ -73,23 +148,29 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="of a run")
     parser.add_argument("--table", action="store_true", help="print the table in Markdown, too")
     options = parser.parse_args()
-    names = sorted(options.only or catalogue().keys() - set(APART))
+    os.environ |= {"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    torch.set_num_threads(1)
+    names = sorted(options.only or catalogue())
     rows: list[list[Any]] = []
     figures: dict[str, Any] = {}
-    for number, name in enumerate(names):
-        if number % BARE_EVERY == 0:
-            bare = run(options.steps, options.seeds[0])[2]
-        runs = [run(options.steps, seed, *settings(name)) for seed in options.seeds]
-        before, after, seconds = map(statistics.median, zip(*runs, strict=True))
-        rows.append([name, before, after, seconds / bare])
-        figures[f"reached_{name}"], figures[f"cost_{name}"] = (round(value, 3) for value in rows[-1][2:])
-        print(*rows[-1], flush=True)
-    figures["algorithms_learned_share"] = sum(after > before + ENOUGH for _, before, after, _ in rows) / len(rows)
+    with tempfile.TemporaryDirectory() as kept:
+        teacher = Path(kept, "teacher")
+        if "distillation" in names:
+            run(options.steps, options.seeds[0], teacher)
+        for name in names:
+            own = settings(name, teacher)
+            runs = [run(options.steps, seed, Path(kept, f"{name}{seed}"), *own) for seed in options.seeds]
+            rows.append([name, *map(statistics.median, zip(*runs, strict=True)), cost(own)])
+            figures[f"reached_{name}"], figures[f"cost_{name}"] = round(rows[-1][2], 3), round(rows[-1][4], 3)
+            print(*rows[-1], flush=True)
+    figures["algorithms_learned_share"] = sum(after > before + ENOUGH for _, before, after, *_ in rows) / len(rows)
     if options.table:
-        print("\n| algorithm | reward before → after | a trainer's call ÷ GRPO's |\n|---|---|---|")
-        for name, before, after, cost in rows:
-            print(f"| `{name}` | {before:.2f} → {after:.2f} | {cost:.2f} |")
-    header = ["algorithm", "reward before", "after", "trainer's call ÷ GRPO's"]
+        print("\n| algorithm | when | reward before → after | steps | a step ÷ GRPO's |\n|---|---|---|---|---|")
+        for name, before, after, sampled, spent in rows:
+            (when,) = re.findall(r"^When +(.+?)\n\w", catalogue()[name], re.MULTILINE | re.DOTALL)
+            steps = "–" if math.isinf(sampled) else f"{sampled:.0f}"
+            print(f"| `{name}` | {' '.join(when.split())} | {before:.2f} → {after:.2f} | {steps} | {spent:.2f} |")
+    header = ["algorithm", "reward before", "after", f"first step at {SAMPLED}", "step ÷ GRPO's"]
     print_report(f"{len(rows)} algorithms, {options.steps} steps, seeds {options.seeds}", header, rows, figures)
 
 

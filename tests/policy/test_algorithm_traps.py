@@ -1,7 +1,17 @@
 """Mistakes that other frameworks made and mended, each as a test of every algorithm that could make it (4 s).
 
-Mistakes of value estimates are in test_critic; no router's choice is replayed here. Temperature and
-entropies come from `Policy.scores`, which has tests of its own.
+ 1  a reward of the rollout that is lost where its last token was not sampled
+ 2  value estimates that reach across tokens that were not sampled: in test_critic
+ 3  a return that ends at the first observation
+ 4  a masked sample that leaks into value, gradient or a KL term
+ 5  a KL penalty whose gradient is none of a KL's
+ 6  a sum that is divided by what a rank or a micro-batch happens to hold
+ 7  GSPO with the length in its ratio or its weight, or an unbounded exponential
+ 8  CISPO that is PPO's clip after all
+ 9  nearly equal rewards divided by their deviation; a rollout without siblings
+10  advantages standardized twice; entropies and logprobs at another temperature: in test_losses
+11  a clip share that counts something else
+12  what was recorded when a token was sampled cuts its gradient: in test_losses, for supports; no router is replayed
 """
 
 from __future__ import annotations

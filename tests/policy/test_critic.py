@@ -54,7 +54,7 @@ def test_advantages_are_those_of_the_definition(given_steps, discount, gae_lambd
 
 
 @given(st.lists(numbers, min_size=1, max_size=20), numbers, shares, shares)
-def test_a_reward_for_the_rollout_arrives_at_the_last_trained_token_whole(values, reward, discount, gae_lambda):
+def test_trap_2_a_reward_for_the_rollout_arrives_at_the_last_trained_token_whole(values, reward, discount, gae_lambda):
     """However little the tokens before see of it."""
     credit = np.full(len(values), reward)
     found = generalized_advantages(credit, np.array(values), discount=discount, gae_lambda=gae_lambda)

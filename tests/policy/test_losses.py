@@ -15,6 +15,7 @@ from support.supports import supports_of
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from titan_rl.errors import ConfigError
+from titan_rl.importing import import_name
 from titan_rl.policy import token_scores as scores_module
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.algorithms.base import TrainedTokens
@@ -97,6 +98,53 @@ def test_the_loss_is_a_sum_and_entropy_lowers_it():
 def test_a_loss_that_cannot_be_built_is_a_config_error(config, word):
     with pytest.raises(ConfigError, match=word):
         build_loss(config)
+
+
+OWN = """
+import threading
+
+over = threading.Event()
+
+
+def raises(tokens):
+    raise ValueError("there is no such thing")
+
+
+def returns_nothing(tokens):
+    return None
+
+
+def never_returns(tokens):
+    over.wait()
+
+
+def loss(tokens, *, floor=0.5):
+    return (tokens.weight > floor) * tokens.advantages * tokens.logprobs, tokens.weight <= floor
+
+
+loss.aggregation = "sample_mean"
+"""
+
+
+def test_a_loss_of_ones_own_is_named_where_it_raises_or_does_not_return(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+
+    def own(name: str, **settings: float) -> Objective:
+        return build_loss(LossConfig(name=f"{file}:{name}", **settings))
+
+    with pytest.raises(ConfigError, match=r"mine\.py, line 8: ValueError: there is no such thing"):
+        own("raises")(random_tokens())
+    with pytest.raises(ConfigError, match=r"trainer\.loss\.name .*mine\.py:returns_nothing: TypeError"):
+        own("returns_nothing")(random_tokens())
+    with pytest.raises(ConfigError, match=r"never_returns did not return within 0\.1 s \(trainer\.loss\.seconds\)"):
+        own("never_returns", seconds=0.1)(random_tokens())
+    import_name(f"{file}:over").set()
+    assert own("loss").aggregation == "sample_mean"
+    loss, metrics = own("loss")(tokens := random_tokens())
+    loss.backward()
+    assert metrics["clip_share"] == (tokens.weight <= 0.5).sum()
+    assert torch.equal(tokens.logprobs.grad == 0, tokens.weight <= 0.5)
 
 
 def random_tokens(seed: int = 0, lengths: tuple[int, ...] = (3, 1, 5, 2), spread: float = 1.0) -> TrainedTokens:
@@ -314,7 +362,7 @@ def chunk(request, monkeypatch):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("share", [1.0, 0.8, 0.3])
-def test_scores_and_their_gradients_are_those_of_log_softmax_over_what_was_possible(chunk, temperature, share):
+def test_trap_12_scores_and_their_gradients_are_those_of_log_softmax_over_what_was_possible(chunk, temperature, share):
     torch.manual_seed(0)
     hidden, head = torch.randn(17, 6, requires_grad=True), torch.randn(9, 6, requires_grad=True)
     targets, pull, push = torch.randint(0, 9, (17,)), torch.randn(17), torch.randn(17)
@@ -330,6 +378,24 @@ def test_scores_and_their_gradients_are_those_of_log_softmax_over_what_was_possi
     torch.testing.assert_close(entropies.double(), wanted_entropies, atol=4e-6, rtol=1e-6)
     for tensor, wanted in zip((hidden, head), exact, strict=True):
         torch.testing.assert_close(tensor.grad.double(), wanted.grad, atol=1e-5, rtol=1e-5)
+
+
+def test_a_ratio_without_the_support_is_the_mass_that_truncation_kept_and_1_with_it():
+    """By the very weights that sampled, at top_p 0.8 and top_k 50."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(2000, 16), torch.randn(200, 16) / 4
+    probabilities = (hidden.double() @ head.double().T).softmax(-1)
+    ordered, ids = probabilities.sort(descending=True)
+    kept = (ordered.cumsum(-1) - ordered < 0.8) & (torch.arange(200) < 50)
+    possible = torch.zeros_like(kept).scatter(1, ids, kept)
+    truncated = probabilities * possible
+    targets, mass = truncated.multinomial(1)[:, 0], truncated.sum(-1)
+    sampled = (truncated / mass[:, None]).gather(1, targets[:, None])[:, 0].log()
+    for supports, ratio in ((supports_of(possible.numpy()), torch.ones(2000)), (None, mass)):
+        logprobs, _ = token_scores(hidden, head, targets, temperature=1.0, supports=supports)
+        found = (logprobs.double() - sampled).exp()
+        torch.testing.assert_close(found, ratio.double(), atol=1e-5, rtol=0)
+    assert 0.6 < mass.mean() < 0.9
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

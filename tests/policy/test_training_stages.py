@@ -49,7 +49,9 @@ BETA = 0.3
 
 REFERENCE_LAYOUTS = [(1, 1), (2, 1), (1, 2)]
 LAYOUTS = [*REFERENCE_LAYOUTS, (2, 2)]
+IN_REWARD = " in reward"
 ESTIMATES = [(1, 1, "k1"), (1, 1, "k2"), *((*layout, "k3") for layout in REFERENCE_LAYOUTS)]
+ESTIMATES[:0] = [(1, 1, "k1" + IN_REWARD), (2, 1, "k3" + IN_REWARD)]
 LEFT_OUT = [("reference", 1, 2), *((what, *layout) for what in ("warm-up", "pairs") for layout in ((2, 1), (1, 2)))]
 """By CI; (2, 2) goes both ways."""
 reference_layouts = pytest.mark.parametrize("layout", cells(REFERENCE_LAYOUTS, ci=[(1, 1), (2, 1)]), ids=str)
@@ -86,7 +88,11 @@ def against_reference(
             plain,
             optimizer=REVEALING,
             loss=LossConfig(name="reinforce"),
-            kl=KLConfig(coefficient=COEFFICIENT, estimator=estimator),
+            kl=KLConfig(
+                coefficient=COEFFICIENT,
+                estimator=estimator.removesuffix(IN_REWARD),
+                in_reward=estimator.endswith(IN_REWARD),
+            ),
         )
         policy = updater(other_path, config, temperature=TEMPERATURE)
         policy.freeze_reference()
@@ -248,10 +254,15 @@ def test_the_gradient_with_a_kl_term_is_the_naive_one(results, paths, case):
         new = trained_logprobs(model, sample)
         with torch.no_grad():
             difference = new - trained_logprobs(frozen, sample)
-        # d/dx of x^2 / 2 and of exp(-x) - 1 + x; k1 has the gradient of k2.
-        slope = difference if estimator != "k3" else 1 - (-difference).exp()
+        k3 = (-difference).exp() - 1 + difference
+        if estimator.endswith(IN_REWARD):
+            costs = difference if estimator.startswith("k1") else k3
+            slope = costs.flip(0).cumsum(0).flip(0)  # of each token, what it and the later ones cost
+        else:
+            # d/dx of x^2 / 2 and of exp(-x) - 1 + x; k1 has the gradient of k2.
+            slope = difference if estimator != "k3" else 1 - (-difference).exp()
         loss = loss - (sample.advantage * new).sum() + COEFFICIENT * (slope * new).sum()
-        divergence += ((-difference).exp() - 1 + difference).sum().item()
+        divergence += k3.sum().item()
     (loss / batch.trained_tokens).backward()
     got = gradients([rank["loaded"] for rank in ranks], [rank[estimator, "weights"] for rank in ranks])
     assert relative_error(got, gradients_of(model)) < 2e-5

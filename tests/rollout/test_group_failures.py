@@ -1,13 +1,16 @@
 """What fails in a group, what that costs, and how rollouts are compared without it (12 s)."""
 
 import asyncio
+import dataclasses
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 from support.rollouts import UNRULY, ScriptedPolicy, digits_but, request, runner, sample_of
 
-from titan_rl.errors import GeneratorFailed, RequestError
+from titan_rl.errors import ConfigError, GeneratorFailed, RequestError
+from titan_rl.importing import import_name
+from titan_rl.rollout.config import AdvantageConfig
 from titan_rl.rollout.rollouter import Rollouter
 
 
@@ -83,6 +86,24 @@ async def test_a_comparison_that_fails_costs_its_group_only(model_path, how):
         bad, good = await asyncio.gather(*(group_runner.run_group(request(index), policy) for index in (1, 2)))
     assert all("score of the group of train prompt 1" in rollout.error for rollout in bad.rollouts)
     assert bad.samples == () and len(good.samples) == 4
+
+
+async def test_credit_that_raises_or_does_not_return_is_named(model_path, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import threading\n\nover = threading.Event()\n\n\ndef advantages(group, *, wait):\n"
+        "    over.wait(None if wait else 0)\n    raise LookupError('no such score')\n"
+    )
+    for wait, sentence in (
+        (True, r"within 0\.1 s \(environment\.grade_seconds\)"),
+        (False, "line 8: LookupError: no such"),
+    ):
+        advantage = AdvantageConfig(name=f"{file}:advantages", kwargs={"wait": wait})
+        async with runner(model_path, advantage=advantage) as group_runner:
+            group_runner.setup = dataclasses.replace(group_runner.setup, grade_seconds=0.1 if wait else 60.0)
+            with pytest.raises(ConfigError, match=rf"mine\.py.* {sentence}"):
+                await group_runner.run_group(request(0), ScriptedPolicy(model_path))
+    import_name(f"{file}:over").set()
 
 
 async def test_a_rollout_that_takes_too_long_is_stopped_with_its_request(model_path):

@@ -279,7 +279,7 @@ async def test_an_answer_that_the_gateway_cannot_read_costs_its_rollout_and_is_n
     async with runner(model_path, sessions, behaviour={"0": how}) as group_runner:
         result = await play(group_runner, samples=1)
     (rollout,) = result.rollouts
-    assert rollout.error == "the gateway could not read an answer, which is a bug: it reads otherwise"
+    assert rollout.error == "the gateway could not read an answer, a bug: it reads otherwise"
     assert rollout.failure is FailureKind.INFRASTRUCTURE
     assert result.samples == () and rollout.turn_count == 1
 

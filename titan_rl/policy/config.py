@@ -78,6 +78,8 @@ class LossConfig:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the function (of grpo clip_low, clip_high), and of every loss aggregation, entropy_bonus,
     entropy_decay, sequence_low, sequence_high."""
+    seconds: Positive = 60.0
+    """Of a function of your own, not a bundled one: a call that has not returned after so long ends the run."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -90,14 +92,17 @@ class KLConfig:
     estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
     """See `titan_rl.policy.losses`. k3 is GRPO's; k1 and k2 have the KL's own gradient on policy, k3_corrected has it
     for old samples too."""
+    in_reward: bool = False
+    """The estimates of a token and of later ones of its sample are taken from its advantage, instead of a term in the
+    loss: PPO's rewards. At the weights before the batch, so that one more forward pass of both policies comes first."""
     teacher: str = ""
     """Directory of a Qwen3 checkpoint of any size over the same tokens, to keep near instead: on-policy distillation
     (`titan-rl algorithms distillation`). Empty: the policy as it was before the first RL step."""
 
     def __post_init__(self) -> None:
-        if self.teacher and not self.coefficient:
+        if (self.teacher or self.in_reward) and not self.coefficient:
             raise ConfigError(
-                "trainer.kl.teacher is not used while trainer.kl.coefficient is 0: set it, for example, to 1"
+                "trainer.kl.coefficient is 0, and without it teacher and in_reward do nothing: set it too"
             )
 
 
@@ -209,9 +214,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         if self.data_parallel % self.replicas:
-            raise ConfigError(
-                f"trainer.replicas ({self.replicas}) must divide trainer.data_parallel ({self.data_parallel})"
-            )
+            raise ConfigError(f"trainer.replicas ({self.replicas}) must divide data_parallel ({self.data_parallel})")
 
     @property
     def ranks(self) -> int:

@@ -5,15 +5,17 @@ Importing this module does not load torch, so the controller checks a loss and i
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from titan_rl.bounds import NotNegative, Share
 from titan_rl.errors import ConfigError, TrainingError
-from titan_rl.importing import import_name
+from titan_rl.importing import import_name, user_code
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.algorithms.base import AGGREGATIONS, LARGEST_LOG_RATIO, Gains, TrainedTokens, bounded_exp
 from titan_rl.policy.config import LossConfig
@@ -60,10 +62,8 @@ class Objective:
         if self.aggregation not in AGGREGATIONS:
             raise ConfigError(f"trainer.loss.kwargs.aggregation is one of {', '.join(AGGREGATIONS)}")
         if not self.sequence_low < self.sequence_high:
-            raise ConfigError(
-                "trainer.loss.kwargs: need sequence_low < sequence_high, got "
-                f"{self.sequence_low} and {self.sequence_high}"
-            )
+            said = f"need sequence_low < sequence_high, got {self.sequence_low} and {self.sequence_high}"
+            raise ConfigError(f"trainer.loss.kwargs: {said}")
 
     def divisor(self, plan: PackingPlan | MiniBatch) -> int:
         """What the sum over all micro-batches and ranks of an optimizer step is divided by."""
@@ -117,8 +117,7 @@ def kl_penalty(estimator: KLEstimator, logprobs: Tensor, reference_logprobs: Ten
     and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477). The gradient of
     KL(current || reference) is the mean of x grad logprob, and that is the gradient of k2; so here k1 has the value x
     and the gradient of k2. The gradient of k3, (1 - exp(-x)) grad logprob, agrees with it near x = 0; far from 0 it is
-    that of KL(reference || current). A penalty of x in the reward has, without a baseline, the gradient of k2 in the
-    loss.
+    that of KL(reference || current). In the reward (`trainer.kl.in_reward`) k1 is right, for whole samples too.
 
     k1, k2 and k3 are not weighted for the age of a sample. k3 replaces x below -`LARGEST_LOG_RATIO` by that bound:
     exp(-x) would overflow, and one token's gradient would drown all others long before.
@@ -140,9 +139,28 @@ def kl_penalty(estimator: KLEstimator, logprobs: Tensor, reference_logprobs: Ten
 def build_loss(config: LossConfig) -> Objective:
     """The objective that `config` names; `run.checks` compares its arguments with those of the function. Raises
     ConfigError: the name is none, or an argument is one of every loss."""
-    function = import_name(config.name, short_names("loss"))
+    function = import_name(config.name, bundled := short_names("loss"))
+    if config.name not in bundled:
+        function = _bounded(function, config)
     if taken := ", ".join(sorted(OF_EVERY_LOSS & inspect.signature(function).parameters.keys())):
         raise ConfigError(f"{config.name!r} has an argument {taken}, which is one of every loss: call it otherwise")
     own = {name: value for name, value in config.kwargs.items() if name not in OF_EVERY_LOSS}
     of_every = {name: value for name, value in config.kwargs.items() if name in OF_EVERY_LOSS}
     return Objective(function=function, kwargs=own, **of_every)
+
+
+def _bounded(function: Callable[..., Gains], config: LossConfig) -> Callable[..., Gains]:
+    """A loss of the user's own: a ConfigError names it where it raises or does not return. It has a thread to itself,
+    which a call that computes for ever keeps until the process ends."""
+    thread, where = ThreadPoolExecutor(1, thread_name_prefix="loss"), f"trainer.loss.name {config.name}"
+
+    @functools.wraps(function)
+    def call(tokens: TrainedTokens, **kwargs: Any) -> Gains:
+        answer = thread.submit(function, tokens, **kwargs)
+        if not wait([answer], config.seconds).done:
+            raise ConfigError(f"{where} did not return within {config.seconds:g} s (trainer.loss.seconds)")
+        with user_code(where):
+            gains, bounded = answer.result()
+            return gains, bounded
+
+    return call

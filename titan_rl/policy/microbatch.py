@@ -236,14 +236,10 @@ class RankSamples:
     def _lost_groups(self) -> list[SampleError]:
         """One error per group of this rank that is lost: the first one hid the others."""
         mine = SampleBatch.concat(self._batches)
-        positions: dict[int, list[int]] = {}
-        for position, group_id in enumerate(mine.group_ids):
-            positions.setdefault(group_id, []).append(position)
         lost = {error.group_id: error for error in self._lost}
-        for group_id, places in positions.items():
-            if group_id not in lost:
-                try:
-                    self._source.fetch(mine.select(places))
-                except SampleError as error:
-                    lost[group_id] = error
+        for group_id in set(mine.group_ids) - lost.keys():
+            try:
+                self._source.fetch(mine.select([n for n, each in enumerate(mine.group_ids) if each == group_id]))
+            except SampleError as error:
+                lost[group_id] = error
         return list(lost.values())

@@ -117,9 +117,7 @@ def split_by_group(batch: SampleBatch, count: int) -> list[list[int]]:
     trains = {ref.group_id for ref in batch.refs if ref.trained_tokens}
     dealt = sorted(members, key=lambda group: (group not in trains, derive_seed("mini-batch", group)))
     count = max(1, min(count, len(trains)))
-    return [
-        sorted(position for group in dealt[number::count] for position in members[group]) for number in range(count)
-    ]
+    return [sorted(each for group in dealt[number::count] for each in members[group]) for number in range(count)]
 
 
 def _spread(part: Sequence[int], lengths: Sequence[int], groups: Sequence[int], ranks: int) -> list[list[int]]:

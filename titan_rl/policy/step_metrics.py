@@ -171,7 +171,7 @@ class StepMetrics:
         difference_mean, outside_share = self.engine_difference
         return {
             "loss": total["loss"] / divisor,
-            **{name: total[name] / tokens for name in ("entropy", "kl_k3")},
+            **{name: total[name] / tokens for name in ("entropy", "kl_k3", "clip_share", "masked_share")},
             **({"reference_kl_k3": total["reference_kl_k3"] / tokens} if self._reference else {}),
             "weight_mean": total["weight"] / tokens,
             "weight_max": top["weight_max"],
@@ -180,7 +180,6 @@ class StepMetrics:
             "logprob_difference_mean": difference_mean,
             "logprob_difference_max": top["logprob_difference_max"],
             "logprob_outside_share": outside_share,
-            **{name: total[name] / tokens for name in ("clip_share", "masked_share")},
             "entropy_bonus": top["entropy_bonus"],
         }
 

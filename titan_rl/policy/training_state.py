@@ -115,19 +115,6 @@ class StateWriter:
             raise StorageError(f"the trainer's state could not be written: {_cause(error)}") from error
 
 
-def state_of(
-    step: int,
-    *,
-    weights: Mapping[str, Tensor],
-    moments: Mapping[str, Any],
-    reference: Mapping[str, Tensor],
-    critic: Mapping[str, Tensor],
-) -> dict[str, Any]:
-    """A trainer's state: live tensors and plain values by name."""
-    parts = {WEIGHTS: weights, MOMENTS: moments, REFERENCE: reference, CRITIC: critic}
-    return {"step": step} | {prefix + name: value for prefix, part in parts.items() for name, value in part.items()}
-
-
 def part_of(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """One part of a state, by its own names."""
     return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}

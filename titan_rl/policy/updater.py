@@ -28,7 +28,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
 from titan_rl.errors import StorageError, TrainingError, WeightsError
 from titan_rl.metrics.timeline import timeline
-from titan_rl.policy.algorithms.base import TrainedTokens
+from titan_rl.policy.algorithms.base import TrainedTokens, later_sums, probability_ratio
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
@@ -41,7 +41,7 @@ from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
-from titan_rl.policy.training_state import MOMENTS, StateWriter, part_of, read_state, state_of
+from titan_rl.policy.training_state import CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, part_of, read_state
 from titan_rl.types import LARGEST_STEP, PolicyVersion
 from titan_rl.weights.manifest import TIED, TensorShard
 
@@ -232,9 +232,8 @@ class PolicyUpdater:
     def copy_state(self, copies: StateCopies, *, reference: bool = False) -> None:
         """Copy all that later steps depend on; `reference`: the reference policy too, which no step changes. Not
         collective. Raises StorageError if there is no room."""
-        copies.write(
-            PolicyVersion(self.incarnation, self.step), self._local_tensors(), self._frozen() if reference else ()
-        )
+        frozen = self._frozen() if reference else ()
+        copies.write(PolicyVersion(self.incarnation, self.step), self._local_tensors(), frozen)
 
     def restore_from_copies(self, copies: StateCopies, version: PolicyVersion) -> None:
         """Go on from this version's copies, as ranks of the same layout made them. Raises CheckpointError as `read`."""
@@ -253,10 +252,12 @@ class PolicyUpdater:
         return [] if self._reference is None or self._teacher else self._reference.local_tensors()
 
     def _state(self) -> dict[str, Any]:
-        moments = self._optimizer.state_dict()
+        """Live tensors and plain values by name."""
         reference = {} if self._reference is None or self._teacher else self._reference.tensors
         critic = self._critic.tensors if self._critic else {}
-        return state_of(self.step, weights=self._policy.tensors, moments=moments, reference=reference, critic=critic)
+        parts = {WEIGHTS: self._policy.tensors, MOMENTS: self._optimizer.state_dict()}
+        parts |= {REFERENCE: reference, CRITIC: critic}
+        return {"step": self.step} | {of + name: value for of, part in parts.items() for name, value in part.items()}
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
@@ -282,7 +283,7 @@ class PolicyUpdater:
         parts: list[Iterable[MicroBatch]] = [rounds]
         alarmed = False
         judge = preferences or critic
-        if several := epochs * len(minibatches) > 1 or judge is not None:
+        if several := epochs * len(minibatches) > 1 or judge is not None or (reference and self._config.kl.in_reward):
             held = [self._with_proximal(each, warm_up=warm_up) for each in rounds]
             samples.raise_if_lost(what)
             held = judge.judged(held, counted=metrics.counted) if judge else held
@@ -333,7 +334,13 @@ class PolicyUpdater:
         temperature = WARM_UP_TEMPERATURE if warm_up else self._temperature
         logprobs, hidden = self._policy.logprobs(microbatch, temperature=temperature)
         values = self._critic.values(hidden).detach() if self._critic and not warm_up else None
-        return replace(microbatch, proximal_logprobs=logprobs, values=values)
+        advantages, kl = microbatch.advantages, self._config.kl
+        if kl.in_reward and self._reference is not None and not warm_up:
+            reference, _ = self._reference.logprobs(microbatch, temperature=temperature)
+            ratio = probability_ratio(logprobs, microbatch.behaviour_logprobs)
+            costs = kl_penalty(kl.estimator, logprobs, reference, ratio)
+            advantages = advantages - kl.coefficient * later_sums(costs, microbatch.samples)
+        return replace(microbatch, advantages=advantages, proximal_logprobs=logprobs, values=values)
 
     def _on_policy(self, microbatch: MicroBatch) -> Tensor:
         """[N] bool; of whatever incarnation, as all sampled at this step with these weights."""
@@ -381,7 +388,7 @@ class PolicyUpdater:
                 progress=self.step / self._total_steps,
             )
             loss, loss_metrics = self._loss(tokens)
-            if reference_logprobs is not None:
+            if reference_logprobs is not None and not self._config.kl.in_reward:
                 penalty = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs, tokens.ratio)
                 loss = loss + self._config.kl.coefficient * self._loss.total(penalty, tokens)
             if self._critic is not None:

@@ -75,10 +75,7 @@ class AgentsConfig:
 
     def __post_init__(self) -> None:
         if self.host in ("", "0.0.0.0", "::"):
-            raise ConfigError(
-                f"rollout.agents.host {self.host!r} is no address that a program can connect to: name one that this "
-                "host has"
-            )
+            raise ConfigError(f"rollout.agents.host {self.host!r} is no address to connect to: name one of this host's")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -261,14 +261,12 @@ class GroupRunner:
             for rollout, trajectory in graded
         ]
         setting, seconds = f"rollout.advantage.name {self._rollout.advantage.name}", self.setup.grade_seconds
-        credit = asyncio.to_thread(credit_by_role, group, self._advantages, **self._rollout.advantage.kwargs)
-        try:
-            with user_code(setting):
-                per_turn = await asyncio.wait_for(credit, seconds)
-        except ConfigError as error:
-            if isinstance(error.__cause__, TimeoutError):
-                raise ConfigError(f"{setting} was not done within {seconds:g} s (environment.grade_seconds)") from error
-            raise
+        giving = asyncio.to_thread(credit_by_role, group, self._advantages, **self._rollout.advantage.kwargs)
+        done, _ = await asyncio.wait([credit := asyncio.ensure_future(giving)], timeout=seconds)
+        if not done:
+            raise ConfigError(f"{setting} did not return within {seconds:g} s (environment.grade_seconds)")
+        with user_code(setting):
+            per_turn = credit.result()
         for (_, trajectory), advantages in zip(graded, per_turn, strict=True):
             for turn, advantage in zip(trajectory.turns, advantages, strict=True):
                 turn.advantage = advantage

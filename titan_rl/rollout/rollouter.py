@@ -116,9 +116,7 @@ class Rollouter:
         try:
             completion = await generate(request)
             if completion.finish_reason is FinishReason.ABORT:
-                raise RequestAborted(
-                    f"request {request.request_id} was aborted after {len(completion.token_ids)} tokens"
-                )
+                raise RequestAborted(f"{request.request_id} was aborted after {len(completion.token_ids)} tokens")
             check(completion)
             message = self.renderer.parse(
                 completion.token_ids.tolist(), completion.finish_reason, prompt.token_ids, rollout.tools
@@ -322,22 +320,20 @@ class Programs:
         Raises as `UserCodePool.run_program` and the gateway do; TaskTimeout: the program was idle for too long;
         InfrastructureFailed: the gateway could not read an answer; GeneratorFailed: an engine failed a call.
         """
-        abandoned = asyncio.Event()
-        session = asyncio.create_task(
-            self._session(request, on_closed, abandoned), name=f"session {request.session_id}"
-        )
+        given_up = asyncio.Event()
+        session = asyncio.create_task(self._session(request, on_closed, given_up), name=f"session {request.session_id}")
         self._sessions.add(session)
         session.add_done_callback(self._sessions.discard)
         try:
             return await asyncio.shield(session)
         except asyncio.CancelledError:
-            abandoned.set()
+            given_up.set()
             session.add_done_callback(_log_failure)  # nobody else will
             await asyncio.wait([session])
             raise
 
     async def _session(
-        self, request: RolloutRequest, on_closed: Callable[[Trajectory], None], abandoned: asyncio.Event
+        self, request: RolloutRequest, on_closed: Callable[[Trajectory], None], given_up: asyncio.Event
     ) -> bytes | None:
         """This task is never cancelled: that could lose the trajectory."""
         endpoint = await self._gateway.open(request)
@@ -345,7 +341,7 @@ class Programs:
         group = request.group
         program = asyncio.ensure_future(self._pool.run_program(group.purpose, group.group_id, endpoint, started))
         idle = asyncio.ensure_future(self._idle(request.session_id, started))
-        left = asyncio.ensure_future(abandoned.wait())
+        left = asyncio.ensure_future(given_up.wait())
         try:
             await asyncio.wait((program, idle, left), return_when=asyncio.FIRST_COMPLETED)
             if program.done():
@@ -363,9 +359,7 @@ class Programs:
             if trajectory.failure:
                 raise GeneratorFailed(f"{group} sample {request.sample}: {trajectory.failure}")
             if trajectory.misread:  # whatever the program made of it
-                raise InfrastructureFailed(
-                    f"the gateway could not read an answer, which is a bug: {trajectory.misread}"
-                )
+                raise InfrastructureFailed(f"the gateway could not read an answer, a bug: {trajectory.misread}")
 
     async def _idle(self, session_id: str, started: asyncio.Event) -> None:
         """Returns when the program was idle for too long, not counting the wait for its process."""

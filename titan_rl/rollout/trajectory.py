@@ -313,9 +313,7 @@ class Trajectory:
         """Most tokens that each of `choices` choices may sample."""
         most = self.request.max_turns
         if self.requested + choices > most:
-            raise RolloutOver(
-                f"{choices} more completions after {self.requested} are more than the rollout's {most} turns"
-            )
+            raise RolloutOver(f"{choices} more completions after {self.requested} are more than its {most} turns")
         if not self.request.max_sampled_tokens:
             return UNBOUNDED
         free = self.request.max_sampled_tokens - self._sampled - sum(each.tokens for each in self._open.values())

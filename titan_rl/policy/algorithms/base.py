@@ -57,6 +57,12 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
+def later_sums(values: Tensor, samples: Tensor) -> Tensor:
+    """[N] -> [N]: each token's value and those of the later ones of its sample."""
+    samples, sums = samples.cpu(), values.double().cpu().cumsum(0)  # on CUDA no sum is the same each time
+    return values + (sums[samples.bincount().cumsum(0)[samples] - 1] - sums).to(values)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTokens:
     """The N trained tokens of one micro-batch, N >= 0, those of one sample next to each other and in order. A sampled

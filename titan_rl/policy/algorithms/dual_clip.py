@@ -1,7 +1,7 @@
 """Dual-clip PPO: a bad token that became likely pushes down only so hard. (arXiv:1912.09729)
 
 When     old samples with negative advantages make steps explode.
-Is       PPO's clipped surrogate, and where A < 0 at least c A.
+Is       PPO's clipped surrogate, and where A < 0 at least c A, eq. 5.
 Is not   a bound for positive advantages, which PPO's own clip holds.
 Differs  not from the equation.
 Run      --trainer.loss.name dual_clip

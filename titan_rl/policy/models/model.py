@@ -266,11 +266,9 @@ class ScoringModel(Qwen3Model):
         pass
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, *wanted: Any
+        self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        scores: tuple[Tensor, Tensor, Tensor] = self.lm_head(
-            super().forward(tokens, positions, attention_masks), *wanted
-        )
+        scores: tuple[Tensor, Tensor, Tensor] = self.lm_head(super().forward(tokens, positions, attention_masks), *rest)
         return scores
 
 

@@ -95,12 +95,10 @@ def tiny_shape(config: TinyPolicyConfig) -> Qwen3Shape:
         raise ConfigError(f"policy.tiny.kv_heads ({config.kv_heads}) must divide policy.tiny.heads ({config.heads})")
     if config.head_dim % 2:
         raise ConfigError(f"policy.tiny.head_dim must be even (rotary embedding), got {config.head_dim}")
+    sizes = ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_length")
     return Qwen3Shape(
         vocab=len(tokens),
-        **{
-            name: getattr(config, name)
-            for name in ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_length")
-        },
+        **{name: getattr(config, name) for name in sizes},
         rope_theta=1e4,
         norm_eps=1e-6,
         tied=config.tied_embeddings,
