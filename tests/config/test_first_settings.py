@@ -59,8 +59,9 @@ def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
 
 
 def test_groups_may_grow_where_right_answers_are_rare_and_nobody_shows_one():
-    found = Survey(info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, lucky=0.01)
-    assert {each.setting: each.value for each in choose(found)}["rollout.most_samples"] == 64
+    found = Survey(info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, best=1.0, lucky=0.01)
+    for rare in (found, replace(found, best=0.0, lucky=1.0)):  # as where every answer at random got nothing
+        assert {each.setting: each.value for each in choose(rare)}["rollout.most_samples"] == 64
     for other in (replace(found, lucky=0.5), replace(found, demonstrations=True)):
         assert all(each.setting != "rollout.most_samples" for each in choose(other))
 

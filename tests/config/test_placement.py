@@ -112,10 +112,12 @@ def test_on_cuda_a_rank_has_the_cores_near_its_device():
 
 
 @pytest.mark.parametrize(
-    ("listed", "bound"), [("0-1,8", {1, 8}), ("9", {9}), ("2-7", {1, 8, 9}), ("", {1, 8, 9})], ids=str
+    ("listed", "threads", "bound"),
+    [("0-1,8", 2, {1, 8}), ("9", 1, {9}), ("2-7", 1, {1, 8, 9}), ("", 1, {1, 8, 9}), ("0-1,8", 3, {1, 8, 9})],
+    ids=str,
 )
-def test_a_process_has_the_listed_cores_as_far_as_it_may(listed, bound):
-    assert cores(listed, {1, 8, 9}) == bound
+def test_a_process_has_the_listed_cores_as_far_as_it_may_unless_its_threads_would_take_turns(listed, threads, bound):
+    assert cores(listed, {1, 8, 9}, threads) == bound
 
 
 @given(configs)

@@ -139,6 +139,27 @@ def test_a_call_is_an_event_before_the_answer_ends(chat: Renderer, dialect: Dial
     assert "call-1" in begun and "call-2" in ended
 
 
+@EVERY
+def test_the_limit_of_an_answer_is_called_as_the_dialect_calls_it_also_where_none_is_given(dialect: Dialect) -> None:
+    body = dialect.body(dialect.entries([Message("user", "hi")]))
+    known = {"chat": "max_tokens", "responses": "max_output_tokens", "anthropic": "max_tokens"}
+    (name,) = (name for name, each in DIALECTS.items() if each is dialect)
+    assert dialect.call(body).names["max_new_tokens"] == known.get(name, "generationConfig.maxOutputTokens")
+
+
+def test_fields_of_google_are_read_in_both_cases_and_unknown_ones_refused() -> None:
+    def read(**thinking: object) -> GenerateContentRequest:
+        config = {"thinking_config": thinking}
+        told = {"contents": [{"parts": [{"text": "hi"}]}], "generation_config": config}
+        return GenerateContentRequest.model_validate(told)
+
+    for name in ("include_thoughts", "includeThoughts"):
+        assert read(**{name: True}).generation_config.thinking_config.include_thoughts
+    assert not read(thinkingBudget=9).generation_config.thinking_config.include_thoughts
+    with pytest.raises(ValidationError, match=r"thinkingConfig\.bogus|thinking_config\.bogus"):
+        read(bogus=True)
+
+
 # What must be answered.
 
 FORCED = {

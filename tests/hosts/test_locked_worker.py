@@ -11,10 +11,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from titan_rl.hosts.agent import lock_worker
+from titan_rl.hosts.host import SHIP_BYTES, AttachedHost
+from titan_rl.supervision.fork_server import Stage
 
 
 def held(file: Path) -> int:
@@ -140,3 +143,29 @@ def test_a_disk_that_stalls_does_not_keep_the_controller_from_its_hosts(worker: 
     until(run, "attached")
     run.stdin.write("leave\n")
     assert run.wait(60) == 0
+
+
+class LogsOf(AttachedHost):
+    """A host whose answers a test gives."""
+
+    def __init__(self, directory: Path) -> None:
+        address = ("127.0.0.1", 1)
+        about = {"stage": Stage, "controller": address, "silent_seconds": 1.0, "on_end": print, "on_lost": print}
+        super().__init__("host1", "127.0.0.1:1", log_directory=str(directory), **about)  # type: ignore[arg-type]
+        self.asked: list[tuple[dict[str, int], int]] = []
+        self.text = b"first\n"
+
+    async def _call(self, endpoint: Any, *args: Any, seconds: float | None = None) -> Any:
+        known, most = args
+        self.asked.append((dict(known), most))
+        found = {"log": self.text[known.get("log", 0) :][:most]}
+        if len(self.asked) == 1:  # it is detached, and says something more, while it answers
+            self._detaches.set()
+            self.text += b"last\n" * SHIP_BYTES
+        return found
+
+
+async def test_the_last_lines_of_a_host_are_taken_if_it_is_detached_while_it_answers(tmp_path: Path) -> None:
+    host = LogsOf(tmp_path)
+    await host._ship_logs()
+    assert (tmp_path / "log").read_bytes() == host.text

@@ -126,6 +126,14 @@ async def test_groups_grow_while_most_of_a_step_have_equal_rewards(tmp_path: Pat
     assert shown.items() >= {4: 4, 5: 6}.items()
 
 
+async def test_groups_do_not_grow_where_a_teacher_teaches_without_different_rewards():
+    world = World(steps=3, groups=3, most_samples=8)
+    world.rollouts.outcome = lambda request: (0.0,) * request.samples
+    world.system.config.trainer.kl.teacher = "teacher"
+    await world.run()
+    assert {each.samples for each in world.rollouts.started} == {2}
+
+
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize("gate", ["play 6", "play 9", "train 2", "train 3", "publish v2", "pull v2", "evaluate v2"])
 async def test_every_prompt_is_trained_once_and_every_step_evaluated_once(tmp_path: Path, staleness: int, gate: str):

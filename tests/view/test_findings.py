@@ -140,6 +140,8 @@ def test_answers_that_are_cut_and_rollouts_that_fail_are_counted():
     )
     assert "25%" in said(run, "Answers are cut by length").text
     assert "10%" in said(run, "Rollouts fail").text and "1 × task: ValueError: no" in str(said(run, "Rollouts fail"))
+    grown = {"rollout__failed": [2] * STEPS, "groups__samples": [4] * (STEPS // 2) + [32] * (STEPS - STEPS // 2)}
+    assert "Rollouts fail" not in titles(run_of(config=config, **grown)), "2 of 20 at first, and then of 160"
 
 
 @pytest.mark.parametrize("metric", [each for each in METRICS if each.limit is not None and each.name not in LOOKED_AT])
@@ -247,6 +249,19 @@ def test_groups_of_equal_rewards_are_told_with_what_was_answered(equal, reward, 
     )
     found = said(run, title)
     assert do in found.do and (title == "Groups are small" or "'7' 100%" in found.text)
+
+
+def test_groups_that_grew_are_told_as_large_as_they_are():
+    run = run_of(
+        config={"rollout.samples_per_group": 2},
+        groups__equal_rewards=[0.85] * STEPS,
+        groups__samples=[2] * 9 + [64] * (STEPS - 9),
+        rollout__reward_mean=[0.5] * STEPS,
+        rollouts=[structs.replace(ROLLOUT, reward=each) for each in (0.0, 1.0)],
+    )
+    assert "--rollout.samples-per-group 128; it is 64" in said(run, "Groups teach nothing").do
+    run.series["groups/equal_rewards"] = dict.fromkeys(run.series["groups/equal_rewards"], 0.6)
+    assert "Groups are small" not in titles(run)
 
 
 def test_a_reward_that_pays_for_length_is_named():

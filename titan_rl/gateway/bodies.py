@@ -99,7 +99,8 @@ def call_of(call_id: str, prompts: Prompts, body: Strict, prompt: str, place: st
     `place`: how the path to its fields begins. `more`: fields of the call."""
     names = {name: f"{place}{field.alias or name}" for name, field in type(body).model_fields.items()}
     asked = {name: value for name in names if (value := getattr(body, name)) is not None}
-    most = "max_new_tokens" if "max_new_tokens" in asked else "max_tokens"  # OpenAI has both
+    # OpenAI has both
+    most = "max_tokens" if "max_tokens" in names and "max_new_tokens" not in asked else "max_new_tokens"
     told = {name: names[name] for name in (*DRAWING, "stop_token_ids", "choices") if name in names}
     more |= {name: asked[name] for name in ASKED if name in asked}
     return CompletionCall(

@@ -161,6 +161,14 @@ class ToolConfig(Camel):
     function_calling_config: FunctionCallingConfig = FunctionCallingConfig()
 
 
+class ThinkingConfig(Camel):
+    """The policy thinks as it has learned to."""
+
+    include_thoughts: bool | None = None
+    thinking_budget: Hint = None
+    thinking_level: Hint = None
+
+
 class GenerationConfig(Camel):
     max_new_tokens: bodies.Count | None = None
     choices: bodies.Choices = 1
@@ -176,8 +184,7 @@ class GenerationConfig(Camel):
     response_schema: Schema | None = None
     response_json_schema: dict[str, Any] | None = None
     response_modalities: list[Literal["TEXT"]] | None = None
-    thinking_config: dict[str, Any] = {}
-    """The policy thinks as it has learned to; `includeThoughts` shows it."""
+    thinking_config: ThinkingConfig = ThinkingConfig()
 
 
 class CountContentRequest(Camel):
@@ -256,7 +263,7 @@ class ContentAnswer(Answer):
 
     def __init__(self, body: GenerateContentRequest, model: str) -> None:
         self.call = body.call(uuid.uuid4().hex)
-        self._thinks = body.generation_config.thinking_config.get("includeThoughts")
+        self._thinks = body.generation_config.thinking_config.include_thoughts
         self._head = {"modelVersion": model, "responseId": self.call.id}
 
     def whole(self, deltas: Sequence[Delta]) -> Json:

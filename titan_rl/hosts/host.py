@@ -309,13 +309,15 @@ class AttachedHost(Host):
     async def _ship_logs(self) -> None:
         """Append what is new in the host's logs and timelines to those of the run, until it is detached or lost. Beside
         the pulses: a disk that stalls keeps nobody from hearing them."""
+        last = False
         with suppress(TitanError):
-            while not self._detaches.is_set():
+            while not last:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(SHIP_SECONDS):
                         await self._detaches.wait()
-                last = 64 * self._detaches.is_set()
-                found = await self._call(HostAgent.new_text, self._shipped, SHIP_BYTES * (last or 1), seconds=None)
+                last = self._detaches.is_set()  # it may be set in any of these waits
+                most = SHIP_BYTES * (64 if last else 1)
+                found = await self._call(HostAgent.new_text, self._shipped, most, seconds=None)
                 await asyncio.get_running_loop().run_in_executor(self._disk, self._append, found)
 
     def _append(self, found: dict[str, bytes]) -> None:

@@ -250,10 +250,13 @@ class TrainingLoop:
         oldest = report.oldest_version
         self._buffer.finish(group.group_id, None if oldest is None else PolicyVersion.decode(oldest))
         rewards = f"all {len(report.rollouts)} rollouts got {next(iter(report.rewards), 0.0):g}"
+        return GroupOutcome(solved or Untrainable.EQUAL_REWARDS if self._is_still(report) else None, rewards)
+
+    def _is_still(self, report: GroupReport) -> bool:
+        """Whether equal rewards teach nothing."""
         still = len(report.rewards) <= 1 and not any(ref.advantage for ref in report.samples.refs)
         trainer = self._system.config.trainer
-        still &= not (trainer.kl.teacher or trainer.critic.coefficient)  # they teach without different rewards
-        return GroupOutcome(solved or Untrainable.EQUAL_REWARDS if still else None, rewards)
+        return still and not (trainer.kl.teacher or trainer.critic.coefficient)  # they teach without different rewards
 
     def _count(self, group_id: int, outcome: GroupOutcome) -> None:
         if self.summary.stopped_early:
@@ -298,7 +301,7 @@ class TrainingLoop:
         except SamplesLost as error:
             return await self._lost.batch_lost(batch, error)
         self._recorder.finish(recording)
-        groups = [(len(each.rollouts), len(each.rewards) <= 1 and not each.solved) for each in reports]
+        groups = [(len(each.rollouts), self._is_still(each) and not each.solved) for each in reports]
         if self._size.trained(step, groups):
             self._display.print_line(f"groups of {self._size.at(step)} from here on: most had equal rewards")
         self._buffer.trained(PolicyVersion(batch.version.incarnation, step))

@@ -121,7 +121,10 @@ def _act(command: Command, prog: str) -> int:
     console = Console(highlight=False)
     name = config.logging.name or Path(config.environment.name).stem
     directory = Path(config.logging.directory) / time.strftime(f"tune-{name}-%Y%m%d-%H%M%S")
-    directory.mkdir(parents=True)
+    try:
+        directory.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"logging.directory: {directory} cannot be made: {error.strerror}") from error
     entered = tried = candidates(config)
     began = time.monotonic()
     step = trial(config, Candidate(tried[0].settings), FEWEST_STEPS, directory)

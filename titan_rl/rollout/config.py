@@ -97,8 +97,8 @@ class RolloutConfig:
     samples_per_group: TwoOrMore = 8
     """Rollouts of one prompt; advantages are taken within the group."""
     most_samples: CountOrZero = 0
-    """Groups are twice as large, up to so many, after a step in which more than half of them had equal rewards and were
-    not solved. 0: they stay as they are."""
+    """Groups are twice as large, up to so many, after a step in which more than half of them taught nothing by equal
+    rewards and were not solved; those that `loop.filter` refused do not count. 0: they stay as they are."""
     rollouter: str = "titan_rl.rollout.rollouter:Rollouter"
     """Class that plays one rollout: `pkg.mod:Class` or `file.py:Class`."""
     renderer: str = "auto"

@@ -27,7 +27,8 @@ def main() -> int:
         signal.signal(stop, signal.SIG_IGN)
     place, *words = sys.argv[1:]
     directory = words[0]
-    mine = cores(os.environ.get(CORES, ""), os.sched_getaffinity(0))
+    listed, threads = os.environ.get(CORES, ""), int(os.environ.get("OMP_NUM_THREADS", "1"))
+    mine = cores(listed, os.sched_getaffinity(0), threads)
     state = {"environment": dict(os.environ), "cores": mine, "scheduling": os.sched_getscheduler(0)}
     request = marshal.dumps({"words": words, **state})
     with _connect(place, directory) as server:
@@ -42,11 +43,11 @@ def main() -> int:
     return code if code >= 0 else 128 - code
 
 
-def cores(listed: str, allowed: set[int]) -> set[int]:
-    """Those listed that are allowed; if there are none, all that are allowed."""
+def cores(listed: str, allowed: set[int], threads: int) -> set[int]:
+    """Those listed that are allowed; if they are fewer than the threads, all that are allowed."""
     ends = [part.partition("-") for part in listed.split(",") if part]
     near = {core for first, _, last in ends for core in range(int(first), int(last or first) + 1)}
-    return near & allowed or allowed
+    return near & allowed if len(near & allowed) >= threads else allowed
 
 
 def _connect(place: str, directory: str) -> socket.socket:

@@ -112,8 +112,9 @@ def _beyond_limits(run: Run) -> Iterator[Finding]:
 def _failed(run: Run) -> Iterator[Finding]:
     name = "rollout/failed"
     steps, samples = len(run.series.get(name, {})), run.config.get("rollout.samples_per_group", 0)
-    groups = run.config.get("loop.groups_per_step", 0) * steps + sum(run.values("groups/failed")[-1:])
-    share = sum(run.values(name)) / (samples * groups) if steps and samples * groups else 0.0
+    played = run.config.get("loop.groups_per_step", 0) * sum(run.values("groups/samples") or [samples] * steps)
+    played += samples * sum(run.values("groups/failed")[-1:])
+    share = sum(run.values(name)) / played if played else 0.0
     if share > limit(name):
         kinds = {f"{name}_{kind}": sum(run.values(f"{name}_{kind}")) for kind in FailureKind}
         often = Counter(rollout.failed for rollout in run.rollouts if rollout.failed).most_common(MOST_NAMED)

@@ -199,7 +199,8 @@ def _no_signal(run: Run) -> Iterator[Finding]:
     """Groups of equal rewards, with what was answered."""
     name = "groups/equal_rewards"
     equal, reward = late(run, name), late(run, "rollout/reward_mean")
-    samples, top = run.config.get("rollout.samples_per_group", 0), _largest_reward(run)
+    grown, top = late(run, "groups/samples"), _largest_reward(run)
+    samples = run.config.get("rollout.samples_per_group", 0) if grown is None else round(grown)
     if equal is None or reward is None or reward >= TOP_SHARE * top > 0:
         return
     answers = Counter(each.answer for each in _late_rollouts(run) if each.purpose is Purpose.TRAIN)
