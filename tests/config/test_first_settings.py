@@ -58,12 +58,12 @@ def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
     assert "rollout.most_samples" not in chosen, "right answers are taught"
 
 
-def test_groups_may_grow_where_right_answers_are_rare_and_nobody_shows_one():
-    found = Survey(info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, best=1.0, lucky=0.01)
-    for rare in (found, replace(found, best=0.0, lucky=1.0)):  # as where every answer at random got nothing
-        assert {each.setting: each.value for each in choose(rare)}["rollout.most_samples"] == 64
-    for other in (replace(found, lucky=0.5), replace(found, demonstrations=True)):
-        assert all(each.setting != "rollout.most_samples" for each in choose(other))
+def test_groups_may_grow_where_nothing_at_random_is_rewarded_and_nobody_shows_what_is():
+    found = Survey(info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, best=0.0)
+    assert {each.setting: each.value for each in choose(found)}["rollout.most_samples"] == 64
+    rewarded, shown = replace(found, best=0.1), replace(found, demonstrations=True, lucky=0.0)
+    for chosen in (choose(rewarded), choose(shown), choose(found, positions=64)):
+        assert all(each.setting != "rollout.most_samples" for each in chosen)
 
 
 def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):

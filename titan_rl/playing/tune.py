@@ -55,7 +55,7 @@ def candidates(config: RunConfig) -> list[Candidate]:
     found: list[Candidate] = []
     for rate, bonus, size in TRIED:
         settings: dict[str, Any] = {LR: _times(lr, rate), SAMPLES: max(2, round(samples * size))}
-        settings["loop.groups_per_step"] = max(1, round(groups / size))
+        settings |= {"loop.groups_per_step": max(1, round(groups / size)), "rollout.most_samples": 0}
         settings["trainer.loss.kwargs"] = {
             name: _times(value, bonus) if name == "entropy_bonus" else value for name, value in loss.items()
         }

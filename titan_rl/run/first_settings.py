@@ -286,8 +286,8 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
-    elif (found.lucky < LUCK or found.best <= 0) and not taught:  # nothing was right
-        add("rollout.most_samples", MOST_SAMPLES, "where most rewards are equal, groups grow to find others")
+    elif found.best <= 0 and not (taught or trained):
+        add("rollout.most_samples", MOST_SAMPLES, "no answer at random got a reward: groups grow to find one")
     add("trainer.optimizer.kl_band", KL_BAND, "nats; a step that went further would be made smaller")
     if trained:
         add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")
