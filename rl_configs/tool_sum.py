@@ -122,7 +122,7 @@ AGENTS = {
         "pydantic-ai-slim[openai]",
     ),
     "anthropic": (["anthropic"], "anthropic"),
-    "smolagents": (["smolagents"], "smolagents[openai]"),
+    "smolagents": (["smolagents", "openai.resources.chat.completions"], "smolagents[openai]"),
 }
 """Package that an agent is written for → its modules, last those that it imports when it plays; what installs it."""
 
@@ -172,7 +172,8 @@ For each function call, return a json object with function name and arguments wi
 TASK, OBSERVATION, CALLED = "New task:\n", "Observation:\n", "Calling tools:\n[{'id': 'call-chatcmpl-"
 CALCULATED = "', 'type': 'function', 'function': {'name': 'calculate', 'arguments': {'expression': '"
 PHRASES = (
-    *(SYSTEM, TASK, OBSERVATION, CALLED, CALCULATED, "system", "user", "assistant", '"}}\n'),
+    *(f"system\n{SYSTEM}", f"user\n{TASK}", f"user\n{OBSERVATION}", "assistant\n", "\n\n", f"\n\n{CALLED}", CALCULATED),
+    *("'}}}]", '"}}\n'),
     '\n{"name": "calculate", "arguments": {"expression": "',
     '\n{"name": "final_answer", "arguments": {"answer": "',
 )
