@@ -12,6 +12,8 @@ itself is part of that message and makes it wrong.
 import random
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 from titan_rl.config import RunConfig
@@ -60,7 +62,8 @@ def exact_match(example: Example, transcript: Transcript) -> float:
 
 def tool_use(example: Example, transcript: Transcript) -> float:
     """1 when the policy called the tool at least once and was answered."""
-    return float(any(message.role == "tool" for message in transcript.messages))
+    messages = transcript.messages
+    return float(any(message.role == "tool" or message.content.startswith(OBSERVATION) for message in messages))
 
 
 class ToolSum(TextTask):
@@ -112,12 +115,16 @@ class ToolSum(TextTask):
 
 
 AGENTS = {
-    "openai": ("openai.resources.chat.completions", "titan-rl[agents]"),
-    "openai_agents": ("agents", "openai-agents"),
-    "pydantic_ai": ("pydantic_ai.models.openai", "pydantic-ai-slim[openai]"),
-    "anthropic": ("anthropic", "anthropic"),
+    "openai": (["openai.resources.chat.completions"], "titan-rl[agents]"),
+    "openai_agents": (["agents", "anyio._backends._asyncio", "openai.resources.responses.responses"], "openai-agents"),
+    "pydantic_ai": (
+        ["pydantic_ai.models.openai", "anyio._backends._asyncio", "genai_prices.data"],
+        "pydantic-ai-slim[openai]",
+    ),
+    "anthropic": (["anthropic"], "anthropic"),
+    "smolagents": (["smolagents", "openai.resources.chat.completions"], "smolagents[openai]"),
 }
-"""Package that an agent is written for → what it imports, and what installs that."""
+"""Package that an agent is written for → its modules, last those that it imports when it plays; what installs it."""
 
 
 class ToolSumAgent(ToolSum):
@@ -132,12 +139,78 @@ class ToolSumAgent(ToolSum):
         super().__init__(tool_share, seed)
         if agent not in AGENTS:
             raise ConfigError(f"environment.kwargs.agent is {agent!r}; it must be one of {', '.join(AGENTS)}")
-        module, install = AGENTS[agent]  # imported here, so that no rollout waits for it
+        (module, *later), install = AGENTS[agent]
         import_package(module, for_what="a program of this environment", install=install)
+        with suppress(ImportError):  # another version may have other ones
+            list(map(import_module, later))
         self._script = Path(__file__).parent / "agents" / f"tool_sum_{agent}.py"
 
     def play(self, example: Example, endpoint: Endpoint) -> str:
         return run_script(self._script, example.prompt[0].content, endpoint=endpoint)
+
+
+SYSTEM = """
+
+# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{"name": "calculate", "description": "The sum of two numbers.", "parameters": {"type": "object", "properties": \
+{"expression": {"type": "string", "description": "Two numbers, such as 12+35."}}, "required": ["expression"]}}
+{"name": "final_answer", "description": "Provides a final answer to the given problem.", "parameters": {"type": \
+"object", "properties": {"answer": {"type": "string", "description": "The final answer to the problem"}}, \
+"required": ["answer"]}}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""
+"""What Qwen3's format makes of the two tools that smolagents declares."""
+TASK, OBSERVATION, CALLED = "New task:\n", "Observation:\n", "Calling tools:\n[{'id': 'call-chatcmpl-"
+CALCULATED = "', 'type': 'function', 'function': {'name': 'calculate', 'arguments': {'expression': '"
+PHRASES = (
+    *(f"system\n{SYSTEM}", f"user\n{TASK}", f"user\n{OBSERVATION}", "assistant\n", "\n\n", f"\n\n{CALLED}", CALCULATED),
+    *("'}}}]", '"}}\n'),
+    '\n{"name": "calculate", "arguments": {"expression": "',
+    '\n{"name": "final_answer", "arguments": {"answer": "',
+)
+"""Single tokens of the policy's: in bytes, prompts have 1,000 tokens and turns 60."""
+
+
+def printed(example: Example, transcript: Transcript) -> dict[str, float]:
+    """1 when the program printed the sum and nothing else."""
+    return {"exact_match": float(transcript.state == f"{example.answer}\n")}
+
+
+class ToolSumSmolagents(ToolSumAgent):
+    """The same task with smolagents, which has a tool for the answer too, and says in words what was called: every turn
+    has a prompt of its own, which no earlier one begins."""
+
+    def __init__(self, tool_share: float = 0.25, seed: int = 0):
+        super().__init__("smolagents", tool_share, seed)
+
+    def rubric(self) -> Rubric:
+        return Rubric(Reward(printed, key="exact_match"), Reward(tool_use, weight=0.0))
+
+    def tools(self) -> tuple[Tool, ...]:
+        return ()  # `SYSTEM` says them
+
+    def demonstration(self, index: int) -> Demonstration:
+        """Of a turn."""
+        text, stream = self.training_text(index, " demonstration")
+        prompt, call = (Message("system", SYSTEM), Message("user", f"{TASK}{text}=")), ("expression", text)
+        if stream.random() < 1 / 3:
+            said = f"{CALLED}{stream.randbytes(16).hex()}-0-0{CALCULATED}{text}'}}}}}}]"
+            prompt += (Message("assistant", said), Message("user", f"{OBSERVATION}{self.right(text)}"))
+            call = ("answer", self.right(text))
+        elif stream.random() >= self.tool_share:
+            call = ("answer", str(stream.randint(2 * SMALLEST, 2 * LARGEST)))
+        name = "calculate" if call[0] == "expression" else "final_answer"
+        message = Message("assistant", "", (ToolCall(name, dict([call])),))
+        return Demonstration(prompt=prompt, messages=(message,), answer=self.right(text))
 
 
 def tool_sum() -> RunConfig:
@@ -180,6 +253,25 @@ def tool_sum_pydantic_ai() -> RunConfig:
 def tool_sum_anthropic() -> RunConfig:
     """The same script for Anthropic's client, which speaks its Messages API."""
     return _played_by("anthropic")
+
+
+def tool_sum_smolagents() -> RunConfig:
+    """The same script for smolagents, whose two tools need Qwen3's chat format."""
+    return variant(
+        _played_by("smolagents"),
+        {
+            "environment.name": f"{__file__}:ToolSumSmolagents",
+            "environment.kwargs": {"tool_share": 0.25},
+            "policy.tiny.tokenizer": "chat",
+            "policy.tiny.special_tokens": PHRASES,
+            "policy.tiny.max_length": 1024,
+            "generator.max_model_len": 1024,
+            "rollout.renderer_kwargs": {"enable_thinking": False},
+            "rollout.sampling.max_new_tokens": 12,
+            "trainer.warmup.steps": 400,
+            "trainer.warmup.batch": 64,
+        },
+    )
 
 
 def _played_by(agent: str) -> RunConfig:

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 
-from agents import Agent, MaxTurnsExceeded, Runner, function_tool, set_tracing_disabled
+from agents import Agent, MaxTurnsExceeded, ModelBehaviorError, Runner, function_tool, set_tracing_disabled
 
 set_tracing_disabled(True)
 
@@ -20,5 +20,5 @@ if __name__ == "__main__":
     agent = Agent(name="adder", model=os.environ["OPENAI_MODEL"], tools=[calculate])
     try:
         print(Runner.run_sync(agent, sys.argv[1], max_turns=3).final_output)
-    except MaxTurnsExceeded:
+    except (MaxTurnsExceeded, ModelBehaviorError):
         print()

@@ -4,7 +4,7 @@ import os
 import re
 import sys
 
-from pydantic_ai import Agent, UsageLimitExceeded, UsageLimits
+from pydantic_ai import Agent, UnexpectedModelBehavior, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel
 
 
@@ -18,5 +18,5 @@ if __name__ == "__main__":
     agent = Agent(OpenAIChatModel(os.environ["OPENAI_MODEL"]), tools=[calculate], retries=0)
     try:
         print(agent.run_sync(sys.argv[1], usage_limits=UsageLimits(request_limit=3)).output)
-    except UsageLimitExceeded:
+    except (UnexpectedModelBehavior, UsageLimitExceeded):
         print()

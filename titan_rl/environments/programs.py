@@ -135,6 +135,11 @@ def prepare_clients() -> None:
         client.chat.completions.create(model="", messages=[{"role": "user", "content": ""}])
     choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": ""}}
     ChatCompletion.construct(choices=[choice], usage={"total_tokens": 0})
+    ChatCompletion.model_rebuild()
+    if "openai.resources.responses.responses" in sys.modules:
+        from openai.types.responses import Response
+
+        Response.model_rebuild()
 
 
 def _tail(output: str, introduction: str) -> str:
