@@ -270,6 +270,9 @@ def test_a_reward_that_pays_for_length_is_named():
     assert "Longer answers" in said(run_of(rollouts=lengths, **metrics), "The reward pays for something else").text
     metrics["evaluation__exact_match"] = [0.0, 0.5]
     assert "The reward pays for something else" not in titles(run_of(rollouts=lengths, **metrics))
+    for nothing_yet in ([], [0.0]):
+        metrics["evaluation__exact_match"] = nothing_yet
+        assert "The reward pays for something else" not in titles(run_of(rollouts=lengths, **metrics))
     metrics["evaluation__exact_match"] = [1.0, 1.0]  # learned before the first evaluation
     assert "The reward pays for something else" not in titles(run_of(rollouts=lengths, **metrics))
 

@@ -325,7 +325,8 @@ class CallMiddleware:
             return self.keys.anybody
         caller = self.keys.caller(api_key(scope))
         if caller is None:
-            problem = "the API key is missing or wrong: send it as `Authorization: Bearer KEY` , `x-api-key: KEY` or `x-goog-api-key: KEY`"
+            ways = "`Authorization: Bearer KEY`, `x-api-key: KEY` or `x-goog-api-key: KEY`"
+            problem = f"the API key is missing or wrong: send it as {ways}"
             headers = {"WWW-Authenticate": "Bearer", "Connection": "close"}
             raise ApiError(401, problem, code="invalid_api_key", headers=headers)
         return caller

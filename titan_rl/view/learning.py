@@ -254,13 +254,13 @@ def _pays_for_something_else(run: Run) -> Iterator[Finding]:
     scores = run.values(SCORES[0])
     learned = bool(scores) and (scores[-1] >= MOSTLY_RIGHT or scores[-1] - scores[0] > LEAST_GAIN)
     change = change_of(run.values(SCORES[-1]))
-    if learned or not change:
+    if learned or not change or len(scores) < 2:  # the first evaluation is of a policy that learned nothing yet
         return
     varied = len(graded) >= FEWEST_CORRELATED and len(set(rewards)) > 1 and len(set(lengths)) > 1
     if varied and abs(pays := correlation(lengths, rewards)) > CORRELATED:
         which = "Longer" if pays > 0 else "Shorter"
         text = f"{which} answers get more reward (correlation {pays:.2f}), and held-out answers are not right for it."
-    elif change[2] and change[1] > change[0] + APART and len(scores) > 1:
+    elif change[2] and change[1] > change[0] + APART:
         text = f"Mean reward rose from {change[0]:.2f} to {change[1]:.2f}, held-out exact match not."
     else:
         return
