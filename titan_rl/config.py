@@ -90,7 +90,9 @@ class PlacementConfig:
     """Starts in a row of one mesh that may fail, with pauses of up to 60 s. Then a generator is left out, and any
     other mesh ends the run."""
     least_generators: Count = 1
-    """Generators are left out, or leave with their host, only while so many are left; below that the run ends."""
+    """Generators are left out, or leave with their host, only while so many are left."""
+    too_few_generators: Literal["end", "wait"] = "end"
+    """When fewer would be left: end the run, or go on starting them for ever."""
 
     def __post_init__(self) -> None:
         self.hosts = tuple(host for several in self.hosts for host in several.split(",") if host)

@@ -215,7 +215,7 @@ _RULES = Rules(
         **dict.fromkeys(("logging.directory", "policy.path", "trainer.kl.teacher", *DATA_FILES), absolute_path),
         **dict.fromkeys((*CLASS_SETTINGS, "environment.kwargs.reward"), absolute_name),
     },
-    gone={"router.request_seconds": 0.0, "placement.too_few_generators": "end"},
+    gone={"router.request_seconds": 0.0},
 )
 
 

@@ -126,10 +126,16 @@ async def test_a_mesh_that_fails_again_and_again_ends_the_run(runs: Runs) -> Non
     await run.ended("router failed 1 time: router rank 0 was killed")
 
 
-async def test_the_last_generators_end_the_run(runs: Runs) -> None:
-    run = await runs.up(one_host(restarts=0, least_generators=2))
+@pytest.mark.parametrize("wait", [False, True])
+async def test_the_last_generators_are_awaited_or_end_the_run(runs: Runs, wait: bool) -> None:
+    few = {"restarts": 0, "least_generators": 2, "too_few_generators": "wait" if wait else "end"}
+    run = await runs.up(one_host(**few))
     run.kill("generator1")
-    await run.ended("generator1 failed 1 time: .*; placement.least_generators is 2")
+    if wait:
+        await run.until_back("generator1")
+        assert run.run_end.settle() is None
+    else:
+        await run.ended("generator1 failed 1 time: .*; placement.least_generators is 2")
 
 
 async def test_a_mesh_that_dies_before_it_is_up_ends_the_start(runs: Runs) -> None:

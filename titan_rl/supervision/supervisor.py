@@ -316,8 +316,7 @@ class Supervisor:
             if await self._is_gone(mesh):
                 return False
             if mesh.state is MeshState.LOST:
-                if mesh.exhausted:
-                    self._give_up(mesh)
+                if mesh.exhausted and self._may_give_up(mesh):
                     return False
                 if pause := pause_after(mesh.failures):
                     self.say(f"{mesh.name} starts again in {pause:g} s: {mesh.fault}")
@@ -367,12 +366,14 @@ class Supervisor:
         await self._introduce()
         return True
 
-    def _give_up(self, mesh: ManagedMesh) -> None:
-        """It fails again and again."""
+    def _may_give_up(self, mesh: ManagedMesh) -> bool:
+        """Give a mesh up that fails again and again, unless the run waits for its generators."""
         where = self.config.placement
         times = f"{mesh.name} failed {where.restarts + 1} time{'s in a row' if where.restarts else ''}"
         generator, least = mesh.kind is Kind.GENERATOR, where.least_generators
         may_go = generator and len({*self.table.fleet} - self.table.left_out()) > least
+        if generator and not may_go and where.too_few_generators == "wait":
+            return False
         mesh.give_up()
         if may_go:
             self.say(f"{times} and is left out: {mesh.fault}")
@@ -380,3 +381,4 @@ class Supervisor:
         else:
             why = f"; placement.least_generators is {least}" if generator else ""
             self.run_end.end(MeshFailed(f"{times}: {mesh.fault}{why}", mesh.name))
+        return True
