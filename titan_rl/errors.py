@@ -94,6 +94,10 @@ class SampleStoreFull(TitanError):
     """A sample store has no room for more samples, by its own bound or the host's. Nothing was stored."""
 
 
+class SharedMemoryFull(SampleStoreFull):
+    """The host has no room, which others may free."""
+
+
 class GroupStopped(TitanError):
     """A group was ended before it was finished, because nobody needs it any more."""
 

@@ -15,7 +15,7 @@ from sample_examples import all_bits, bits, group_of, put, sample_of, supports_o
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
 from titan_rl.data_plane.store import SampleStore, SharedMemorySource, decode, encode
-from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull
+from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull
 from titan_rl.types import TrainingSample
 
 
@@ -133,7 +133,7 @@ def test_a_host_without_room_is_an_error_that_leaves_no_file(tmp_path, monkeypat
         return opened("/dev/full", os.O_WRONLY)
 
     monkeypatch.setattr(os, "open", full)
-    with pytest.raises(SampleStoreFull, match=r"do not fit in .* bytes are free .No space left on device."):
+    with pytest.raises(SharedMemoryFull, match=r"do not fit in .* bytes are free .No space left on device."):
         put(store, [sample_of(10)])
     monkeypatch.undo()
     assert os.listdir(tmp_path) == []

@@ -11,6 +11,7 @@ rollouts that are shown were asked for. So it is bounded as the samples are, and
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from titan_rl.actors.sample_stores import StoreKeeper
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport, SampleStore
-from titan_rl.errors import ActorGone, GroupStopped, RequestLost
+from titan_rl.errors import ActorGone, GroupStopped, RequestLost, SharedMemoryFull
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.metrics.activity import activity
 from titan_rl.metrics.rollout_record import RolloutRecord
@@ -32,6 +33,10 @@ from titan_rl.rpc.connection import endpoint
 from titan_rl.types import Completion, GenerationRequest, GroupRequest, Purpose
 
 _log = logging.getLogger(__name__)
+
+ROOM_SECONDS = 120.0
+"""How long a finished group waits for room in the host's shared memory; then the run ends."""
+_ROOM_PAUSE = 1.0
 
 
 class RolloutWorker(StoreKeeper):
@@ -150,7 +155,16 @@ class RolloutWorker(StoreKeeper):
         for rollout in result.rollouts:
             if rollout.error:
                 _log.warning("%s sample %d: %s: %s", request, rollout.sample, rollout.failure, rollout.error)
-        refs = self._store.put(result.samples)
+        until = time.monotonic() + ROOM_SECONDS
+        while True:
+            try:
+                refs = self._store.put(result.samples)
+                break
+            except SharedMemoryFull as error:
+                if time.monotonic() > until:
+                    raise
+                _log.warning("%s waits for room: %s", request, error)
+            await asyncio.sleep(_ROOM_PAUSE)
         self._keep(result, refs)
         return report_of(request, result, refs)
 

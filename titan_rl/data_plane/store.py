@@ -30,7 +30,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest as checksum_of
 
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef, encoded_size, reference_to
-from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, StorageError
+from titan_rl.errors import ConfigError, InvariantError, SampleError, SampleStoreFull, SharedMemoryFull, StorageError
 from titan_rl.support import Supports
 from titan_rl.types import TrainingSample
 from titan_rl.weights.segment_files import DIRECTORY, segment_path
@@ -121,7 +121,8 @@ class SampleStore:
         """Store copies of these samples. The caller owns them and has to release them.
 
         Raises:
-            SampleStoreFull: the store's bound does not allow it, or what the host has left.
+            SampleStoreFull: the store's bound does not allow it.
+            SharedMemoryFull: nor does what the host has left.
             InvariantError: the store is closed.
             ConfigError: a store of this name and owner exists or existed.
         """
@@ -268,7 +269,7 @@ def _write(path: str, content: bytes) -> None:
         Path(path).unlink(missing_ok=True)
         directory = Path(path).parent
         free = shutil.disk_usage(directory).free
-        raise SampleStoreFull(
+        raise SharedMemoryFull(
             f"{len(content)} bytes for samples do not fit in {directory}, where {free} bytes are free "
             f"({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
         ) from error
