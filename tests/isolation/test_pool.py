@@ -142,18 +142,23 @@ async def test_where_no_process_can_be_forked_calls_fail_at_once(kind):
 
 
 async def test_where_no_further_process_can_be_forked_the_others_take_the_calls(monkeypatch):
+    monkeypatch.setattr(pool, "PAUSE_SECONDS", 0.2)
     monkeypatch.setattr(pool, "QUICK_LIST", 1)  # so that calls still wait after the first answer
     async with asked(4, room=1) as (calls, server):
         process, further = server.processes
         assert process.alive and not further.alive
         process.answer(0)
         await settled()
+        assert len(server.processes) == 2, "it is not tried again at once"
+        server.room = 2
         async with asyncio.timeout(20):
+            while len(server.processes) < 3:
+                await asyncio.sleep(0.01)
             while not all(call.done() for call in calls):
-                if process.calls:
-                    process.answer(0)
+                for each in server.processes:
+                    if each.calls:
+                        each.answer(0)
                 await asyncio.sleep(0)
-        assert len(server.processes) == 2, "it is not tried again"
         assert [call.result() for call in calls] == [(1.0, {})] * 4
 
 

@@ -53,6 +53,8 @@ QUICK_SECONDS, QUICK_LIST = 0.001, 16
 SLACK_SECONDS = 5.0
 """Extra time for the process of `async def` functions. It enforces the time limit itself, and coroutines may be slow to
 react to their cancellation."""
+PAUSE_SECONDS = 10.0
+"""How long no further process is tried after one could not be made, as where there are too many on the host."""
 FORK_TRIES = 3
 """Of a process whose fork server dies while it is made: those who wait for it lose nothing."""
 LONGEST_TRACEBACK = 1 << 16
@@ -104,7 +106,7 @@ class UserCodePool:
         self._quick: set[CallKind] = set()  # kinds of which the last answers took `QUICK_SECONDS` at most
         self._timer: asyncio.TimerHandle | None = None  # for the next time limit
         self._dispatching: asyncio.Handle | None = None
-        self._most = {False: MAX_PROCESSES, True: 1}  # forks of each kind
+        self._pause: asyncio.TimerHandle | None = None  # until a further process is tried where there are others
         self._logged: set[str] = set()  # places whose traceback was logged
         self.restarts = 0
         """How many processes died, or were killed because a call was late."""
@@ -180,8 +182,9 @@ class UserCodePool:
         """End all processes; calls still waiting fail."""
         self._closed = "closed"
         self._fail(self._open, self._closed)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._pause):
+            if timer is not None:
+                timer.cancel()
         tasks = list(self._forking.values())
         for task in tasks:
             task.cancel()
@@ -199,7 +202,7 @@ class UserCodePool:
         self._dispatching = None
         if self._closed:
             return
-        for concurrent, most in self._most.items():
+        for concurrent, most in ((False, MAX_PROCESSES), (True, 1)):
             waiting = [each for each in self._waiting[concurrent] if not each.future.done()]
             forks = [each for each in self._forks if each.concurrent is concurrent]
             for fork in forks:
@@ -209,7 +212,8 @@ class UserCodePool:
                     self._send(fork, waiting[:share])
                     del waiting[:share]
             self._waiting[concurrent] = waiting
-            if waiting and len(forks) < most and concurrent not in self._forking:
+            paused = bool(forks) and self._pause is not None
+            if waiting and len(forks) < most and not paused and concurrent not in self._forking:
                 self._forking[concurrent] = asyncio.create_task(self._start_fork(concurrent))
 
     def _send(self, fork: _Fork, calls: list[_Pending]) -> None:
@@ -238,8 +242,9 @@ class UserCodePool:
             self._timer = asyncio.get_running_loop().call_at(until, self._kill_late)
 
     async def _start_fork(self, concurrent: bool) -> None:
-        """If there can be none, the others are all that there will be, and take the waiting calls; without others the
-        calls fail. Where the fork server has died the others end as well, and as many are made again."""
+        """If there can be none, waiting calls are left to the other forks, and no further one is tried for a while;
+        without others the calls fail. To try again at once would end only when the host has room for a process, and
+        nobody knows when that is. Where the fork server has died the others end as well: there is no need to pause."""
         try:
             process = await self._fork()
         except Exception as error:
@@ -247,11 +252,11 @@ class UserCodePool:
             text = "environment %s: no further process can be started: %s"
             logger.warning(text, self._setup.name, error, exc_info=defect)
             gone = isinstance(error, ActorGone)
-            if not (others := sum(each.concurrent is concurrent for each in self._forks)):
+            if not any(each.concurrent is concurrent for each in self._forks):
                 lost = ActorGone if gone else InfrastructureFailed
                 self._fail(self._waiting[concurrent], f"could not be run: {error}", lost)
-            elif not gone:
-                self._most[concurrent] = others
+            elif self._pause is None and not gone:
+                self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._end_pause)
             return
         finally:
             del self._forking[concurrent]
@@ -259,6 +264,10 @@ class UserCodePool:
         self._forks.append(fork)
         process.on_results = partial(self._receive, fork)
         process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
+        self._dispatch_soon()
+
+    def _end_pause(self) -> None:
+        self._pause = None
         self._dispatch_soon()
 
     async def _fork(self) -> ForkedProcess:
