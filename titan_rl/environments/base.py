@@ -123,7 +123,8 @@ class Environment(ABC):
 
     @abstractmethod
     def held_out(self, count: int) -> list[Example]:
-        """At most `count` prompts for evaluation, the same for every seed, and at every call: else a run is refused."""
+        """At most `count` prompts for evaluation, the same for every seed. A run is refused if a second call gives
+        others."""
 
     @abstractmethod
     def rubric(self) -> Rubric:
