@@ -13,7 +13,8 @@ from titan_rl.directories import lock_run
 from titan_rl.run.runs import State, list_runs
 
 CONFIG = 'recipe = "nowhere:gone"\n[loop]\nsteps = 30\n'
-STEPS = [{"step": 19, "train/loss": 1.0}, {"step": 20, "evaluation/exact_match": 0.25}, {"step": 20, "train/loss": 0.5}]
+STEPS = [{"step": 19, "train/loss": 1.0}, {"step": 20, "train/loss": 0.5}, {"step": 19, "evaluation/exact_match": 0.25}]
+"""The evaluation of a step may be over after the next step."""
 
 
 def make_run(runs: Path, name: str, *, ending: dict | None = None, age: int = 0) -> Path:

@@ -220,7 +220,8 @@ def summarize(run: Path) -> ListedRun:
         state = State.DONE if (run / SUMMARY).exists() else State.DEAD
     step, score = 0, None
     for _, line in json_lines(run / METRICS, start=-TAIL):
-        step, score = line.get("step", step), line.get("evaluation/exact_match", score)
+        # an evaluation may be over after a later step
+        step, score = max(step, line.get("step", 0)), line.get("evaluation/exact_match", score)
     try:
         steps = tomli.loads((run / CONFIG).read_text(encoding="utf-8"))["loop"]["steps"]
     except (OSError, ValueError, KeyError, TypeError):
