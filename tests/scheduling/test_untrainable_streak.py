@@ -30,15 +30,17 @@ def test_every_reason_is_counted_most_frequent_first():
         streak.untrainable(8, Untrainable.EMPTY)
 
 
-@pytest.mark.parametrize("other", [None, Untrainable.EQUAL_REWARDS])
-def test_only_groups_that_are_all_solved_end_a_run_well(other: Untrainable | None):
-    streak = UntrainableStreak(groups_per_step=1, batches=2)
-    assert not streak.untrainable(0, other or Untrainable.SOLVED)
-    if other is None:
-        assert streak.untrainable(1, Untrainable.SOLVED)
+@pytest.mark.parametrize("unsolved", [0, 1, 2])
+def test_only_groups_of_which_nearly_all_are_solved_end_a_run_well(unsolved: int):
+    streak = UntrainableStreak(groups_per_step=10, batches=2)
+    for group_id in range(19):
+        reason = Untrainable.EQUAL_REWARDS if group_id < unsolved else Untrainable.SOLVED
+        assert not streak.untrainable(group_id, reason)
+    if unsolved < 2:
+        assert streak.untrainable(19, Untrainable.SOLVED)
     else:
-        with pytest.raises(NothingToTrain, match="1 all rewards equal .*; 1 solved"):
-            streak.untrainable(1, Untrainable.SOLVED)
+        with pytest.raises(NothingToTrain, match="18 solved .*; 2 all rewards equal"):
+            streak.untrainable(19, Untrainable.SOLVED)
 
 
 def test_one_group_that_teaches_something_starts_the_count_again():

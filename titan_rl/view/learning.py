@@ -130,6 +130,9 @@ def _learned(run: Run) -> Iterator[Finding]:
         yield Finding(Kind.GOOD, "The policy learned", f"{said}.", see=name)
     if first - last > LEAST_GAIN:
         do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
+        rewards = run.values("evaluation/reward")
+        if rewards and rewards[0] - rewards[-1] > LEAST_GAIN:  # it pays for the same, and fell too
+            do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
         yield finding(Kind.PROBLEM, name, "The held-out score fell", f"{said}.", do)
     if best - last > 0.1:
         do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
