@@ -152,9 +152,10 @@ class GatewayGone(ActorGone):
 class MeshFailed(ActorGone):
     """A process of a mesh ended or an actor on it failed, by itself."""
 
-    def __init__(self, message: str, mesh: str) -> None:
+    def __init__(self, message: str, mesh: str, *, still: float = 0.0) -> None:
+        """`still`: seconds without progress, after which it was taken for dead."""
         super().__init__(message, mesh)
-        self.mesh = mesh
+        self.mesh, self.still = mesh, still
 
 
 class MeshLeaves(MeshFailed):

@@ -306,12 +306,14 @@ async def test_ranks_stand_still_while_one_hangs_in_a_step_and_only_then(lossy: 
     await trainer.freeze_reference()
     before, after = await trainer.pulse(), await trainer.pulse()
     assert all(now.progress > then.progress for then, now in zip(before, after, strict=True))
+    assert trainer.has_worked is False
     lossy.dies("hang of rank 1")
     step = asyncio.create_task(trainer.train_step(batch(0)))
     await asyncio.wait_for(until_still(trainer.pulse, 3.0), BOUND)
     assert not step.done()
     os.kill(lossy.pids[1], signal.SIGKILL)
     assert (await asyncio.wait_for(step, BOUND))["loss"]
+    assert trainer.has_worked
 
 
 async def test_a_rank_that_dies_costs_a_retry_and_no_bit(lossy: Lossy) -> None:

@@ -84,7 +84,7 @@ class Client:
 
     def __init__(self, name: str) -> None:
         self.name, self.actor, self.store = name, "", ""
-        self.has_worked, self.files_left = False, ""
+        self.has_worked, self.files_left = None, ""
         self.peers: dict[str, Any] = {}
         self.held = asyncio.Event()
         self.held.set()

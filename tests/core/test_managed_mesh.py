@@ -47,13 +47,19 @@ class MeshMachine(RuleBasedStateMachine):
     def is_up(self) -> None:
         self.mesh.ready([1], self.now)
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, SETTLED_SECONDS]), has_worked=st.booleans(), leaves=st.booleans())
-    def is_lost(self, seconds: float, has_worked: bool, leaves: bool) -> None:
+    @rule(
+        seconds=st.sampled_from([0.0, 1.0, SETTLED_SECONDS]),
+        still=st.sampled_from([0.0, 1.0]),
+        has_worked=st.sampled_from([None, False, True]),
+        leaves=st.booleans(),
+    )
+    def is_lost(self, seconds: float, still: float, has_worked: bool | None, leaves: bool) -> None:
         """At any time: a late fault of a start before changes nothing."""
         was_up, starting = self.mesh.is_up, self.mesh.is_starting
         self.now += seconds
-        settled = was_up and (has_worked or self.now - self.mesh.up_since >= SETTLED_SECONDS)
-        fault = (MeshLeaves if leaves else MeshFailed)("it was killed", "router")
+        moved = self.now - still - self.mesh.up_since
+        settled = was_up and (moved >= SETTLED_SECONDS if has_worked is None else has_worked)
+        fault = (MeshLeaves if leaves else MeshFailed)("it was killed", "router", still=still)
         assert self.mesh.lose(fault, self.now, has_worked=has_worked) == (was_up or starting)
         if was_up or starting:
             assert self.mesh.state is MeshState.LOST and self.mesh.fault is fault

@@ -13,7 +13,7 @@ from scripted_meshes import CPU, Runs, one_host, two_hosts
 from titan_rl.config_registry import copy4
 from titan_rl.errors import ActorFailed, ActorGone, MeshFailed, TitanError
 from titan_rl.hosts.facts import HostFacts
-from titan_rl.supervision import supervisor
+from titan_rl.supervision import managed_mesh, supervisor
 
 pytestmark = pytest.mark.asyncio
 
@@ -232,6 +232,23 @@ async def test_a_router_that_ends_by_itself_is_replaced_and_again_and_again_ends
     await run.until_back("router")
     run.clients["router"].fails(ActorFailed("router: KeyError: 'r'"))
     await run.ended("router failed 2 times in a row: router: KeyError: 'r'")
+
+
+@pytest.mark.parametrize("worked", [False, True])
+async def test_a_trainer_that_finishes_no_step_is_not_replaced_for_ever_however_long_it_lives(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, worked: bool
+) -> None:
+    monkeypatch.setattr(managed_mesh, "SETTLED_SECONDS", 0.0)
+    run = await runs.up(one_host(restarts=1))
+    run.clients["trainer"].has_worked = worked
+    run.kill("trainer")
+    await run.until_back("trainer")
+    run.kill("trainer")
+    if worked:
+        await run.until_back("trainer")
+        assert run.run_end.settle() is None
+    else:
+        await run.ended("trainer failed 2 times in a row: .* was killed")
 
 
 async def test_of_a_process_that_is_gone_the_kernels_report_counts(runs: Runs) -> None:

@@ -86,6 +86,7 @@ class TrainerClient(MeshClient):
     def replace(self, actors: Sequence[Any]) -> None:
         self._gone = self._gone or "the trainer is being set up"  # ranks may die before anybody says that they are lost
         super().replace(actors)
+        self.has_worked = False  # however long they live: a step may end, or hang, each time late
         self._sequence = 0
         self._lost.clear()
 
@@ -224,7 +225,9 @@ class TrainerClient(MeshClient):
             mine = batch.select(positions)
             return self.ranks[rank].call(self._step_seconds, endpoint, sequence, mine, share, *args, **kwargs)
 
-        return await self._again(call)
+        answers = await self._again(call)
+        self.has_worked = True
+        return answers
 
     def _call(
         self, seconds: float | None, endpoint: RemoteMethod[Concatenate[int, P], T], *args: P.args, **kwargs: P.kwargs

@@ -47,8 +47,9 @@ class MeshClient:
         self.actor: Any = None
         """Handle of rank 0, for those who call the mesh."""
         self.ranks: list[Connection] = []
-        self.has_worked = False
-        """Whether these actors have done their work once: if they die now, that is no failed start."""
+        self.has_worked: bool | None = None
+        """Whether these actors have done their work once: if they die now, that is no failed start. None: it cannot be
+        known, and the time that they were up decides."""
         self.files_left = ""
         """Channel of the shared memory that the last mesh left. Whoever has ended its processes removes the files."""
         self.start_seconds = start_seconds
@@ -60,7 +61,7 @@ class MeshClient:
 
     def replace(self, actors: Sequence[Any]) -> None:
         """From now on these actors are called, one per rank. Open calls to the ones before fail."""
-        self.has_worked = False
+        self.has_worked = None
         self._use_actors(actors)
         self._retry_now()
 

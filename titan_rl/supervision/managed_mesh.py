@@ -4,8 +4,9 @@
                   └─────────┴───────────▶┘└─▶ GIVEN_UP ─▶ PLACED: its host has room again, or another one joined
 
 A mesh is lost as a whole, with its first rank, and once per start. Failures in a row are counted. The pause before the
-next start doubles with them up to `LONGEST_PAUSE`, and after `restarts` of them the mesh is `exhausted`. One that was
-up for `SETTLED_SECONDS` begins to count anew.
+next start doubles with them up to `LONGEST_PAUSE`, and after `restarts` of them the mesh is `exhausted`. One that did
+its work begins to count anew, or was up for `SETTLED_SECONDS` before it died or stood still; not a trainer that has
+finished no step, which would be replaced for ever.
 """
 
 from __future__ import annotations
@@ -116,14 +117,15 @@ class ManagedMesh:
         self._move(MeshState.UP)
         self.pids, self.up_since, self.ends_start = pids, now, False
 
-    def lose(self, fault: MeshFailed, now: float, *, has_worked: bool = False) -> bool:
+    def lose(self, fault: MeshFailed, now: float, *, has_worked: bool | None = None) -> bool:
         """A process of it ended, or it hangs. Returns whether that is news: of one start only the first fault is.
-        `has_worked`: it has done its work once, so its start did not fail, however short ago that was."""
+        `has_worked`: as `MeshClient` says."""
         if not (self.is_starting or self.is_up):
             return False
         if not isinstance(fault, MeshLeaves):
-            settled = self.is_up and (has_worked or now - self.up_since >= SETTLED_SECONDS)
-            self.failures = 1 if settled else self.failures + 1
+            if has_worked is None:
+                has_worked = now - fault.still - self.up_since >= SETTLED_SECONDS
+            self.failures = 1 if self.is_up and has_worked else self.failures + 1
         self._move(MeshState.LOST)
         self.fault, self.losses = fault, self.losses + 1
         return True

@@ -293,7 +293,8 @@ class Supervisor:
     async def _watch_pulse(self, mesh: ManagedMesh) -> None:
         bound = self.config.placement.hang_seconds
         await until_still(mesh.client.pulse, bound)
-        raise MeshFailed(f"{mesh.name} hangs: no progress for {bound:g} s (placement.hang_seconds)", mesh.name)
+        still = f"{mesh.name} hangs: no progress for {bound:g} s (placement.hang_seconds)"
+        raise MeshFailed(still, mesh.name, still=bound)
 
     async def _replace(self, mesh: ManagedMesh, fault: MeshFailed) -> None:
         """Replace a mesh that was up."""
