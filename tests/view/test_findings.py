@@ -167,6 +167,8 @@ def test_entropy_that_is_gone_while_the_reward_is_low_is_a_problem():
     falling = [1.0 / (1 + step) ** 2 for step in range(STEPS)]
     assert "The policy settled too soon" in titles(run_of(train__entropy=falling, rollout__reward_mean=FLAT))
     assert "The policy settled too soon" not in titles(run_of(train__entropy=falling, rollout__reward_mean=RISING))
+    right = {"evaluation__exact_match": [0.0, 1.0], "train__entropy": falling, "rollout__reward_mean": FLAT}
+    assert "The policy settled too soon" not in titles(run_of(**right)), "its best answers are right"
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ def _settled(run: Run) -> str:
     name = "train/entropy"
     entropies, reward, top = run.values(name), late(run, SCORES[-1]), _largest_reward(run)
     change = change_of(entropies)
-    if change is None or reward is None or _goes_too_far(run):
+    right = run.values(SCORES[0])[-1:]  # the policy's best answers, where samples are still drawn from others
+    if change is None or reward is None or _goes_too_far(run) or right >= [TOP_SHARE]:
         return ""
     graded = [each.reward for each in _late_rollouts(run) if each.purpose is Purpose.TRAIN]
     wrong = fmean(each < top / 2 for each in graded) if len(graded) >= FEWEST_CORRELATED else float(reward < top / 2)
