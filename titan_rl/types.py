@@ -215,15 +215,13 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class Sampled:
+    """Tokens that were sampled for a request."""
+
     request_id: str
     token_ids: np.ndarray  # [T] int32, stop token included
     logprobs: np.ndarray  # [T] float32, of the sampled tokens after temperature and truncation
     versions: np.ndarray  # [T] int64, encoded PolicyVersion that sampled each token
-    finish_reason: FinishReason
-    generator: str = ""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Plain numbers, named as in `metrics.metric_table`: `generation/seconds_queued`, …"""
     supports: Supports | None = None
     """What the T tokens were drawn from, where that was asked for. None: each from the whole vocabulary."""
     top_logprobs: np.ndarray | None = None  # [T, n] TOP, the likeliest first, n as asked for or all; None: not asked
@@ -233,23 +231,22 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class Completion(Sampled):
+    finish_reason: FinishReason
+    generator: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Plain numbers, named as in `metrics.metric_table`: `generation/seconds_queued`, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece(Sampled):
     """Some tokens of a completion, while more of it is being sampled.
 
     A piece may be lost or come twice; positions say what it is. The completion at the end has them all.
     """
 
-    request_id: str
     offset: int
     """Position of the first token in the whole completion."""
-    token_ids: np.ndarray  # [T] int32
-    logprobs: np.ndarray  # [T] float32
-    versions: np.ndarray  # [T] int64
-    supports: Supports | None = None
-    top_logprobs: np.ndarray | None = None  # [T, n] TOP
-
-    def __post_init__(self) -> None:
-        _require_arrays(self, SAMPLED_ARRAYS)
 
     @property
     def end(self) -> int:
@@ -263,7 +260,7 @@ class Piece:
         return Piece(request_id=pieces[0].request_id, offset=pieces[0].offset, **sampled_arrays(*pieces))
 
 
-def sampled_arrays(*parts: Completion | Piece, start: int = 0, end: int | None = None) -> dict[str, Any]:
+def sampled_arrays(*parts: Sampled, start: int = 0, end: int | None = None) -> dict[str, Any]:
     """Tokens `start` to `end` of these parts together, as the arrays of a completion or a piece."""
     supports = Supports.join((part.supports, len(part.token_ids)) for part in parts)
     tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]

@@ -20,9 +20,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from titan_rl.errors import GeneratorNotServing
+from titan_rl.routing.strategies import RoutingStrategy
 from titan_rl.types import PolicyVersion
 
 
@@ -74,16 +75,6 @@ TRANSITIONS: dict[Phase, set[Phase]] = {
 }
 
 
-class ServingListener(Protocol):
-    """Hears every change of who may serve. A routing strategy keeps its list of candidates with it."""
-
-    def serves(self, name: str, version: PolicyVersion) -> None:
-        """The generator takes requests now, at this version (new to the strategy, back, or at another version)."""
-
-    def pauses(self, name: str) -> None:
-        """It takes no requests from now on, and may be back or not."""
-
-
 class Kind(NamedTuple):
     """What decides over a generator's next change of weights. Generators of one kind are alike to the version plan, so
     that it looks at kinds, which are a few, and not at every generator."""
@@ -107,7 +98,8 @@ class GeneratorHealth:
     """The state machine of one generator. A method that the table does not allow raises ValueError."""
 
     name: str
-    listener: ServingListener = field(repr=False, compare=False)
+    strategy: RoutingStrategy = field(repr=False, compare=False)
+    """Hears when it may serve."""
     kind: Kind = Kind()
     must_wake: bool = False
     """It gave up its memory in sleep, so it takes weights only by a wake-up."""
@@ -202,17 +194,17 @@ class GeneratorHealth:
         self.reason = reason
         if phase is Phase.SERVING:
             assert self.version is not None
-            self.listener.serves(self.name, self.version)
+            self.strategy.serves(self.name, self.version)
         elif phase is not Phase.SWAPPING:
-            self.listener.pauses(self.name)
+            self.strategy.pauses(self.name)
 
 
 class Fleet:
     """Generators by name."""
 
-    def __init__(self, listener: ServingListener, *, serving: int | None = None) -> None:
+    def __init__(self, strategy: RoutingStrategy, *, serving: int | None = None) -> None:
         """`serving`: generators in service; further ones wait as spares. None: all are in service."""
-        self._listener = listener
+        self._strategy = strategy
         self._serving = serving
         self._generators: dict[str, GeneratorHealth] = {}
         self.kinds: Counter[Kind] = Counter()
@@ -276,7 +268,7 @@ class Fleet:
     def _put(self, name: str, phase: Phase, reason: str = "") -> None:
         if name in self:
             self[name].leave()
-        self._generators[name] = GeneratorHealth(name, self._listener, Kind(phase), reason=reason, kinds=self.kinds)
+        self._generators[name] = GeneratorHealth(name, self._strategy, Kind(phase), reason=reason, kinds=self.kinds)
 
     def _wake_spares(self) -> None:
         for health in self:

@@ -1,8 +1,7 @@
 """Which generator gets the next request.
 
-A strategy is told which generator serves which version (`ServingListener`) and each generator's load, and answers
-`choose`. It never names a generator whose version the request does not allow. A choice costs the logarithm of the
-number of generators.
+A strategy is told which generator serves which version and each generator's load, and answers `choose`. It never names
+a generator whose version the request does not allow. A choice costs the logarithm of the number of generators.
 
 No generator starves: `RoundRobin` chooses a serving generator within n choices of n candidates. `LeastLoaded` chooses
 it once no other has less load, and among equals within n choices. A generator that comes back from a pause keeps its
@@ -18,7 +17,6 @@ from typing import Protocol
 from titan_rl.errors import ConfigError
 from titan_rl.importing import import_name
 from titan_rl.routing.config import RouterConfig
-from titan_rl.routing.health import ServingListener
 from titan_rl.types import GenerationRequest, PolicyVersion
 
 SHORT_NAMES = {
@@ -32,8 +30,14 @@ MOST_SESSIONS = 100_000
 """About 20 MB."""
 
 
-class RoutingStrategy(ServingListener, Protocol):
+class RoutingStrategy(Protocol):
     """Chooses generators. Pure. If `choose` raises, its request fails. Nothing else may raise."""
+
+    def serves(self, name: str, version: PolicyVersion) -> None:
+        """The generator takes requests now, at this version (new to the strategy, back, or at another version)."""
+
+    def pauses(self, name: str) -> None:
+        """It takes no requests from now on, and may be back or not."""
 
     def choose(self, request: GenerationRequest) -> str | None:
         """The generator for the request; None: ask again when the fleet changes."""

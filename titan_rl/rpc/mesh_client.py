@@ -57,12 +57,25 @@ class MeshClient:
         self._peers: dict[str, Any] = {}
         self._can_retry = asyncio.Event()
         if actors:
-            self._use_actors(actors)
+            self.replace(actors)
 
     def replace(self, actors: Sequence[Any]) -> None:
         """From now on these actors are called, one per rank. Open calls to the ones before fail."""
-        self.has_worked = None
-        self._use_actors(actors)
+        self.has_worked, self.actor = None, actors[0]
+        if self.ranks:
+            for connection, actor in zip(self.ranks, actors, strict=True):
+                connection.replace(actor)
+        else:
+            of_rank = len(actors) > 1
+            self.ranks = [
+                Connection(
+                    actor,
+                    what=f"{self.name}.{{}} of rank {rank}" if of_rank else f"{self.name}.{{}}",
+                    on_push=self._on_push,
+                    on_lost=self._on_lost,
+                )
+                for rank, actor in enumerate(actors)
+            ]
         self._retry_now()
 
     def lose(self, reason: str) -> None:
@@ -125,23 +138,6 @@ class MeshClient:
 
     async def _send_peers(self, peers: dict[str, Any]) -> None:
         await self.call_all(None, self.actor_class.set_peers, **peers)
-
-    def _use_actors(self, actors: Sequence[Any]) -> None:
-        self.actor = actors[0]
-        if self.ranks:
-            for connection, actor in zip(self.ranks, actors, strict=True):
-                connection.replace(actor)
-        else:
-            of_rank = len(actors) > 1
-            self.ranks = [
-                Connection(
-                    actor,
-                    what=f"{self.name}.{{}} of rank {rank}" if of_rank else f"{self.name}.{{}}",
-                    on_push=self._on_push,
-                    on_lost=self._on_lost,
-                )
-                for rank, actor in enumerate(actors)
-            ]
 
     def _on_push(self, item: Any) -> None:
         """Called with what an endpoint pushes; must not raise."""

@@ -106,11 +106,6 @@ def identity_of(file: Path | int) -> Identity:
     return state.st_dev, state.st_ino, state.st_size
 
 
-def dead_segments(directory: Path = DIRECTORY) -> list[Path]:
-    """The files whose owner is dead, those of other users too."""
-    return [path for path, match in _segments(directory) if not _alive(int(match["owner"]))]
-
-
 def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
     """Remove the files whose owner is dead; returns which. Files of other users stay.
 
@@ -119,7 +114,7 @@ def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
     Processes that share the directory must see each other's process ids (containers that share /dev/shm share the pid
     namespace).
     """
-    return _remove(dead_segments(directory))
+    return _remove(path for path, match in _segments(directory) if not _alive(int(match["owner"])))
 
 
 def remove_segments_of(owner_pid: int, directory: Path = DIRECTORY, *, channel: str = "") -> list[Path]:
