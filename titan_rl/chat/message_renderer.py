@@ -12,7 +12,7 @@ ones, so that a prompt has the same tokens, and its requests the same seeds, whe
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from titan_rl.chat.renderer import AnswerForm, Messages, Tokens, Tools
+from titan_rl.chat.renderer import AnswerForm, Messages, Renderer, Tokens, Tools
 from titan_rl.errors import TaskError
 from titan_rl.types import FinishReason, Message, ToolSpec
 
@@ -21,7 +21,7 @@ END = 0
 _MOST = 1 << 31
 
 
-class MessageRenderer:
+class MessageRenderer(Renderer):
     vocab_size = _MOST
     stop_token_ids: tuple[int, ...] = (END,)
     longest_token = _MOST
@@ -53,9 +53,6 @@ class MessageRenderer:
 
     def decode(self, token_ids: Tokens) -> str:
         return "".join(message.content for message in self.messages(token_ids))
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.decode([token_id]).encode()
 
     def messages(self, token_ids: Iterable[int]) -> list[Message]:
         return [said for token_id in token_ids if isinstance(said := self._said[token_id], Message)]

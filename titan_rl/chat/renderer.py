@@ -84,9 +84,10 @@ class Renderer(Protocol):
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to a text, also where that is a part of a character."""
+        return self.decode([token_id]).encode()
 
 
-class SymbolRenderer:
+class SymbolRenderer(Renderer):
     """For tokenizers with one token per symbol and no chat template. Messages are concatenated; a turn of the policy
     ends with the stop token.
 
@@ -178,9 +179,6 @@ class SymbolRenderer:
     def decode(self, token_ids: Tokens) -> str:
         # padded embeddings have ids outside the vocabulary
         return "".join([self._tokens.get(token_id, UNKNOWN) for token_id in token_ids])
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.decode([token_id]).encode()
 
     def encode(self, text: str) -> list[int]:
         ids = []

@@ -256,7 +256,16 @@ def means(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 def with_scores(record: RolloutRecord, scores: Mapping[SampleName, TokenScores]) -> RolloutRecord:
     """The record with what the trainer says of the samples that were trained."""
-    branches = [_scored(branch, scores.get((record.group, branch.sample))) for branch in record.branches]
+    branches = []
+    for branch in record.branches:
+        if (found := scores.get((record.group, branch.sample))) is not None:
+            logprobs, weights = iter(shortest(found.logprobs)), iter(shortest(found.weights))
+            branch = msgspec.structs.replace(
+                branch,
+                trainer_logprobs=[next(logprobs) if each else None for each in branch.trained],
+                weights=[next(weights) if each else 0 for each in branch.trained],
+            )
+        branches.append(branch)
     return msgspec.structs.replace(record, branches=branches)
 
 
@@ -311,15 +320,4 @@ def _branch(tokens: TrainingSample, decode: Callable[[Sequence[int]], str]) -> B
             str(PolicyVersion.decode(version)) if each else "" for each, version in zip(trained, versions, strict=True)
         ],
         advantages=advantages and [value if each else None for each, value in zip(trained, advantages, strict=True)],
-    )
-
-
-def _scored(branch: BranchRecord, scores: TokenScores | None) -> BranchRecord:
-    if scores is None:
-        return branch
-    logprobs, weights = iter(shortest(scores.logprobs)), iter(shortest(scores.weights))
-    return msgspec.structs.replace(
-        branch,
-        trainer_logprobs=[next(logprobs) if each else None for each in branch.trained],
-        weights=[next(weights) if each else 0 for each in branch.trained],
     )

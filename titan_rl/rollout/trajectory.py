@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -165,7 +166,12 @@ class Trajectory:
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
         known = answers[-1] + 1 if answers else 0
         prior = self._prior.get((_digest_of_tools(tools), digests[known]))
-        token_ids = None if prior is None else self._extended(prior, messages[known:], tools)
+        token_ids: np.ndarray | None = None
+        if prior is not None:
+            before, sampled = prior.prompt_token_ids, prior.completion.token_ids
+            with suppress(TaskError):  # this chat format would change earlier tokens
+                added = self._renderer.extend(before.tolist(), sampled.tolist(), messages[known:], tools)
+                token_ids = np.concatenate((before, sampled, np.asarray(added, dtype=np.int32)))
         rendered_anew = token_ids is None and any(digests[number] in self._prompts for number in answers)
         if token_ids is None:
             token_ids = np.asarray(self._renderer.render(messages, tools), dtype=np.int32)
@@ -292,15 +298,6 @@ class Trajectory:
         # goes on with an answer has a longer prompt.
         self.turns.sort(key=lambda turn: (len(turn.prompt_token_ids), turn.seed))
         return self
-
-    def _extended(self, prior: Turn, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> np.ndarray | None:
-        """The tokens of a turn and of the messages after it; None if they cannot be proven to extend it."""
-        before, sampled = prior.prompt_token_ids, prior.completion.token_ids
-        try:
-            added = self._renderer.extend(before.tolist(), sampled.tolist(), messages, tools)
-        except TaskError:  # this chat format would change earlier tokens
-            return None
-        return np.concatenate((before, sampled, np.asarray(added, dtype=np.int32)))
 
     def _digest_turns(self) -> None:
         while self._undigested:

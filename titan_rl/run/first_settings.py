@@ -112,10 +112,8 @@ class _Speaker:
             if said >= len(self.turns):
                 return Message("assistant", ""), FinishReason.STOP
             return self.turns[said], FinishReason.STOP
-        chance, choices = (
-            random.Random(derive_seed("survey", request.seed)),
-            (*self.symbols, ""),
-        )  # the last one ends it
+        chance = random.Random(derive_seed("survey", request.seed))
+        choices = (*self.symbols, "")  # the last one ends it
         text = "".join(itertools.takewhile(bool, (chance.choice(choices) for _ in range(self.longest))))
         return Message("assistant", text), FinishReason.STOP if len(text) < self.longest else FinishReason.LENGTH
 
@@ -178,8 +176,7 @@ async def _demonstrations(player: Player, speaker: _Speaker, found: Survey) -> N
 async def _right_answers(player: Player, speaker: _Speaker, found: Survey, answers: Sequence[str]) -> float:
     """Play prompts with their right answers; returns the mean reward."""
     told = [answer for answer in answers if answer]
-    for answer in told:
-        found.texts.update(answer)
+    found.texts.update(*told)
     rewards = []
     for index, answer in enumerate(answers[:SHOWN]):
         if answer:

@@ -193,9 +193,9 @@ def _learning_rate(run: Run) -> Iterator[Finding]:
 
 
 def _late_rollouts(run: Run) -> list[ListedRollout]:
-    """Those of the last third that did not fail."""
+    """Those of training in the last third that did not fail."""
     last = run.steps - max(run.steps // 3, 1)
-    return [each for each in run.rollouts if each.step > last and not each.error]
+    return [each for each in run.rollouts if each.step > last and not each.error and not each.evaluated]
 
 
 def _no_signal(run: Run) -> Iterator[Finding]:
@@ -206,7 +206,7 @@ def _no_signal(run: Run) -> Iterator[Finding]:
     samples = run.config.get("rollout.samples_per_group", 0) if grown is None else round(grown)
     if equal is None or reward is None or reward >= TOP_SHARE * top > 0:
         return
-    answers = Counter(each.answer for each in _late_rollouts(run) if each.purpose is Purpose.TRAIN)
+    answers = Counter(each.answer for each in _late_rollouts(run))
     often = ", ".join(f"{answer!r} {percent(count / answers.total())}" for answer, count in answers.most_common(3))
     said = f" Of the recorded answers {often}." if often else ""
     if equal > limit(name):
@@ -231,7 +231,7 @@ def _settled(run: Run) -> str:
     right = run.values(SCORES[0])[-1:]  # the policy's best answers, where samples are still drawn from others
     if change is None or reward is None or _goes_too_far(run) or right >= [TOP_SHARE]:
         return ""
-    graded = [each.reward for each in _late_rollouts(run) if each.purpose is Purpose.TRAIN]
+    graded = [each.reward for each in _late_rollouts(run)]
     wrong = fmean(each < top / 2 for each in graded) if len(graded) >= FEWEST_CORRELATED else float(reward < top / 2)
     end = fmean(entropies[-max(len(entropies) // 10, FEWEST_STEPS // 3) :])
     if end >= COLLAPSED_ENTROPY * change[0] or wrong < STILL_WRONG:
@@ -289,7 +289,7 @@ def _cut(run: Run) -> Iterator[Finding]:
         return
     new = run.config.get("rollout.sampling.max_new_tokens", 0)
     text = f"{percent(cut)} of the answers of the last third were cut off"
-    shown = [each for each in _late_rollouts(run) if each.last_turn and each.purpose is Purpose.TRAIN]
+    shown = [each for each in _late_rollouts(run) if each.last_turn]
     ended, off = ([each for each in shown if each.truncated is truncated] for truncated in (False, True))
     # Only beside answers to the same prompt that are cut: elsewhere short ones may be right.
     beside, most = {each.group for each in off}, max((each.reward for each in off), default=math.inf)
