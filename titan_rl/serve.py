@@ -19,7 +19,7 @@ from titan_rl.generation.config import GeneratorConfig
 from titan_rl.hosts.facts import detect_host
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
-from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.registry import read_shape
 from titan_rl.run.checks import check_run
 from titan_rl.weights.segment_files import sweep_dead_segments
 

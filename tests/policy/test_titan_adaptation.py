@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.microbatch import Run
-from titan_rl.policy.models.qwen3 import Qwen3Shape
+from titan_rl.policy.models.qwen3 import Qwen3
 from titan_rl.policy.models.titan_adaptation import choose_device
 
 choose_device("cpu")  # before the imports below, as in a trainer process
@@ -27,7 +27,7 @@ from torchtitan.distributed.context_parallel import apply_cp_to_forward  # noqa:
 from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 
-from titan_rl.policy.models.model import SPMD_BACKEND, DocumentAttention, PackedDocuments, qwen3_model_config  # noqa: E402
+from titan_rl.policy.models.model import SPMD_BACKEND, DocumentAttention, PackedDocuments, decoder_config  # noqa: E402
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 
@@ -138,13 +138,13 @@ def test_varlen_attention_still_has_no_context_parallelism():
 def test_layers_with_varlen_attention_compile_whole_and_for_any_lengths():
     """On no device, as `trainer.compile` does it: one graph for the first lengths, one for all others."""
     set_spmd_backend(SPMD_BACKEND)
-    shape = Qwen3Shape(
+    shape = Qwen3(
         **{"vocab": 9, "dim": 64, "layers": 1, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "ffn": 64},
         **{"max_length": 64, "rope_theta": 1e6, "norm_eps": 1e-6, "tied": True},
     )
     meta = torch.device("meta")
     with meta:
-        model = qwen3_model_config(shape, VarlenAttention.Config()).build().bfloat16()
+        model = decoder_config(shape, VarlenAttention.Config()).build().bfloat16()
     layer, counted = model.layers["0"], CompileCounterWithBackend("aot_eager")
     layer.compile(backend=counted, fullgraph=True)
     for lengths in ([5, 7], [9, 3, 4], [20], [6, 6, 6, 8, 9], [31, 2]):

@@ -12,8 +12,10 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NC
 
 @dataclass(kw_only=True, slots=True)
 class TinyPolicyConfig:
-    """A randomly initialised Qwen3-architecture policy that is made on the spot, in Hugging Face format."""
+    """A randomly initialised policy that is made on the spot, in Hugging Face format."""
 
+    architecture: Literal["qwen3", "llama3"] = "qwen3"
+    """Whose layers it has."""
     tokenizer: Literal["symbols", "chat"] = "symbols"
     """"symbols": one token per character of `symbols`; nothing else can be written. "chat": Qwen3's chat format and its
     special tokens, over single bytes: any text can be written, one token per byte, so `max_length` must be larger."""
@@ -40,7 +42,7 @@ class PolicyConfig:
     """Which weights training starts from. Exactly one of `path` and `tiny`."""
 
     path: str = ""
-    """Directory of a Qwen3 checkpoint in Hugging Face format (config.json, *.safetensors, tokenizer)."""
+    """Directory of a checkpoint of Qwen3 or Llama 3 in Hugging Face format (config.json, *.safetensors, tokenizer)."""
     tiny: TinyPolicyConfig | None = None
     """Make a tiny policy instead of loading one."""
 
@@ -96,7 +98,7 @@ class KLConfig:
     """The estimates of a token and of later ones of its sample are taken from its advantage, instead of a term in the
     loss: PPO's rewards. At the weights before the batch, so that one more forward pass of both policies comes first."""
     teacher: str = ""
-    """Directory of a Qwen3 checkpoint of any size over the same tokens, to keep near instead: on-policy distillation
+    """Directory of a checkpoint of any size over the same tokens, to keep near instead: on-policy distillation
     (`titan-rl algorithms distillation`). Empty: the policy as it was before the first RL step."""
 
     def __post_init__(self) -> None:

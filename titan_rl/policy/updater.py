@@ -34,7 +34,7 @@ from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole
-from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.registry import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.preferences import Preferences

@@ -30,7 +30,8 @@ from titan_rl.overrides import convert_value, did_you_mean
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.config import LossConfig
 from titan_rl.policy.losses import OF_EVERY_LOSS, Objective, build_loss
-from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
+from titan_rl.policy.models.architecture import Architecture
+from titan_rl.policy.models.registry import read_shape
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.rollout.config import AdvantageConfig
 from titan_rl.rollout.rollouter import Rollouter
@@ -145,7 +146,7 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
         )
 
 
-def _stored_shape(setting: str, directory: Path) -> Qwen3Shape:
+def _stored_shape(setting: str, directory: Path) -> Architecture:
     if (missing := _missing_part(directory)) is not None:
         raise AbsentError(f"{setting}: {missing}")
     try:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.registry import read_shape
 
 CONFIG = {
     "model_type": "qwen3",
@@ -50,7 +50,7 @@ def test_an_untied_model_stores_its_head(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"model_type": "llama"}, "'llama'"),
+        ({"model_type": "gemma"}, "'gemma'"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "yarn"),
