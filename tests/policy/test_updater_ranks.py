@@ -23,13 +23,13 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 TEMPERATURE = 0.7
-TIED, UNTIED = "tied", "untied"
-CASES = [(TIED, *ranks) for ranks in LAYOUTS] + [(UNTIED, 1, 1), (UNTIED, 2, 2)]
+TIED, UNTIED, LLAMA = "tied", "untied", "llama"
+CASES = [(policy, *ranks) for policy in (TIED, LLAMA) for ranks in LAYOUTS] + [(UNTIED, 1, 1), (UNTIED, 2, 2)]
 SHARED_OTHERWISE: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "replicas of shards": ((4, 1), {"replicas": 2}),
     "replicas, sequence": ((2, 2), {"replicas": 2, "sequence_parallel": True, "activation_checkpointing": "selective"}),
 }
-BOTH_WAYS = [(policy, *ranks) for policy in (TIED, UNTIED) for ranks in ((1, 1), (2, 2))]
+BOTH_WAYS = [(policy, *ranks) for policy in (TIED, UNTIED, LLAMA) for ranks in ((1, 1), (2, 2))]
 """What CI runs."""
 every_case = pytest.mark.parametrize("case", cells(CASES, ci=BOTH_WAYS), ids=str)
 spoilt_layouts = pytest.mark.parametrize("layout", cells(LAYOUTS[1:], ci=[(2, 1), (2, 2)]), ids=str)
@@ -74,6 +74,7 @@ def paths(tmp_path_factory) -> dict[str, Path]:
     return {
         TIED: make_tiny_policy(TinyPolicyConfig(), cache),
         UNTIED: make_tiny_policy(TinyPolicyConfig(tied_embeddings=False, seed=1), cache),
+        LLAMA: make_tiny_policy(TinyPolicyConfig(architecture="llama3", tied_embeddings=False, seed=2), cache),
     }
 
 
@@ -110,7 +111,7 @@ def results(paths, directory) -> Results:
     )
     scenarios["without plain sums"] = Scenario(scenario.without_plain_sums, 2, tied)
     scenarios["default backend"] = Scenario(scenario.with_default_backend, 2, tied)
-    left_out = {(TIED, 2, 1), (TIED, 1, 2), ("spoilt", 1, 2), ("bfloat16", 2, 1)}
+    left_out = {*CASES} - {*BOTH_WAYS} | {("spoilt", 1, 2), ("bfloat16", 2, 1)}
     return Results(scenarios, scenarios.keys() - left_out, directory)
 
 
@@ -180,7 +181,7 @@ def test_metrics_are_the_same_plain_floats_on_all_ranks(results, case):
         assert first == pytest.approx(one | {"imbalance": first["imbalance"]}, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", [(TIED, 1, 1), (UNTIED, 2, 2)], ids=str)
+@pytest.mark.parametrize("case", [(TIED, 1, 1), (UNTIED, 2, 2), (LLAMA, 1, 1)], ids=str)
 @pytest.mark.parametrize("batch_name", ["mixed", "truncated"])
 def test_the_clipped_gradient_is_the_one_derived_by_hand(results, paths, case, batch_name):
     """The clip leaves or removes a token's gradient: d loss = -A r d logprob where it leaves it."""
