@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from titan_rl.chat import make_renderer
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.registry import read_shape
+from titan_rl.policy.models.architecture import read_shape
 from titan_rl.policy.models.tiny import make_tiny_policy, tiny_shape
 from titan_rl.types import Message
 

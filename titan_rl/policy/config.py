@@ -14,8 +14,8 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NC
 class TinyPolicyConfig:
     """A randomly initialised policy that is made on the spot, in Hugging Face format."""
 
-    architecture: Literal["qwen3", "llama3"] = "qwen3"
-    """Whose layers it has."""
+    architecture: str = "qwen3"
+    """Whose layers it has: "qwen3", "llama3", or a family of your own, as `policy.architecture`."""
     tokenizer: Literal["symbols", "chat"] = "symbols"
     """"symbols": one token per character of `symbols`; nothing else can be written. "chat": Qwen3's chat format and its
     special tokens, over single bytes: any text can be written, one token per byte, so `max_length` must be larger."""
@@ -34,7 +34,7 @@ class TinyPolicyConfig:
     """Positions the policy has, prompt and completion together."""
     tied_embeddings: bool = True
     seed: Seed | None = None
-    """Seed of the initial weights, N(0, 0.02); None: the run's seed."""
+    """Seed of the initial weights, normal around 0; None: the run's seed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -43,12 +43,19 @@ class PolicyConfig:
 
     path: str = ""
     """Directory of a checkpoint of Qwen3 or Llama 3 in Hugging Face format (config.json, *.safetensors, tokenizer)."""
+    architecture: str = ""
+    """A family of your own, that checkpoints of its `model_type` have: `file.py:Name`."""
     tiny: TinyPolicyConfig | None = None
     """Make a tiny policy instead of loading one."""
 
     def __post_init__(self) -> None:
         if bool(self.path) == (self.tiny is not None):
             raise ConfigError("policy: set exactly one of policy.path and policy.tiny")
+
+    @property
+    def family(self) -> str:
+        """Besides those that are bundled; any name where there is none."""
+        return self.architecture if self.tiny is None else self.tiny.architecture
 
 
 @dataclass(kw_only=True, slots=True)

@@ -15,9 +15,8 @@ from pathlib import Path, PurePath
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.models.architecture import Architecture
+from titan_rl.policy.models.architecture import Architecture, read_shape
 from titan_rl.policy.models.qwen3 import Qwen3
-from titan_rl.policy.models.registry import read_shape
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.weights.manifest import EMBEDDING
 from titan_rl.weights.segment_files import DIRECTORY
@@ -56,8 +55,9 @@ def published_shape(path: str) -> Architecture | None:
 
 def shape_of(config: RunConfig) -> Architecture | None:
     """None: neither is the checkpoint there, nor is its directory named after a published model."""
+    policy = config.policy
     try:
-        return tiny_shape(config.policy.tiny) if config.policy.tiny else read_shape(Path(config.policy.path))
+        return tiny_shape(policy.tiny) if policy.tiny else read_shape(Path(policy.path), policy.family)
     except ConfigError:
         return published_shape(config.policy.path)
 

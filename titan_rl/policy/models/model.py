@@ -2,8 +2,8 @@
 
 Built on the meta device, then sharded (tensor parallelism where configured; FSDP2, which also applies the compute
 dtype, unless one rank computes in float32); `checkpoint` fills it. Every Hugging Face tensor is exactly one torchtitan
-tensor, so names translate and layouts do not. Qwen3's functions shard every family: nothing in them is Qwen3's but that
-they know norms of queries and keys and experts too, where a model has them; Llama's cannot leave FSDP out.
+tensor, so names translate and layouts do not. Qwen3's functions shard every family: Llama's know fewer parts, and never
+leave FSDP out.
 
 `DocumentAttention` computes causal attention over packed documents where torchtitan's varlen kernel does not run: on
 CPU, and in float32. A document attends to itself only, and gets the same bits whatever other groups are packed beside
@@ -31,9 +31,12 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.utils import set_spmd_backend
-from torchtitan.models.common import Embedding, Linear
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.common.rope import ComplexRoPE
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
@@ -41,7 +44,6 @@ from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.architecture import Architecture
-from titan_rl.policy.models.layers import NO_INIT, norm
 from titan_rl.policy.models.titan_adaptation import (
     local_part,
     reduce_gradients_by_plain_sums,
@@ -54,6 +56,9 @@ SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
 
 _CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+
+# Weights come from the checkpoint; a tensor it lacks is an error, never a random one.
+NO_INIT = {"weight": skip_param_init}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +169,7 @@ def build_policy(
         module=model,
         dims=dims,
         shape=shape,
-        tensors=shape.hugging_face(model_config, model.state_dict()),
+        tensors=shape.adapter(model_config).to_hf(model.state_dict()),
         device=device,
         shares_prompts=not varlen,
         multiple=config.tensor_parallel if config.sequence_parallel else 1,
@@ -197,8 +202,24 @@ def decoder_config(shape: Architecture, attention: VarlenAttention.Config) -> De
         enable_weight_tying=shape.tied,
         tok_embeddings=Embedding.Config(num_embeddings=shape.vocab, embedding_dim=shape.dim, param_init=NO_INIT),
         lm_head=ScoringHead.Config(in_features=shape.dim, out_features=shape.vocab, param_init=NO_INIT),
-        layers=[shape.layer(attention) for _ in range(shape.layers)],
+        layers=[shape.layer(dataclasses.replace(attention)) for _ in range(shape.layers)],
     )
+
+
+def norm(size: int, eps: float) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=eps, param_init=NO_INIT)
+
+
+class Llama3RoPE(CosSinRoPE):
+    """Llama 3.1's frequencies, which torchtitan has for rotations of neighbours only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> Tensor:
+        rotations = ComplexRoPE._precompute_cache(self)  # type: ignore[arg-type]  # it reads the config only
+        return torch.cat([rotations.real] * 2 + [rotations.imag] * 2, dim=-1)
 
 
 class ScoringHead(Linear):

@@ -27,11 +27,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError
+from titan_rl.importing import import_name
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.architecture import Architecture
-from titan_rl.policy.models.registry import ARCHITECTURES
+from titan_rl.policy.models.architecture import ARCHITECTURES, Architecture
 
-INITIAL_STD = 0.02
 _FORMAT = 1
 """Part of the directory's name; raise it when the files written for one config change."""
 
@@ -100,7 +99,7 @@ def tiny_shape(config: TinyPolicyConfig) -> Architecture:
     if config.head_dim % 2:
         raise ConfigError(f"policy.tiny.head_dim must be even (rotary embedding), got {config.head_dim}")
     sizes = ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_length")
-    family = ARCHITECTURES[config.architecture]
+    family = import_name(config.architecture, ARCHITECTURES, Architecture)
     return family(
         vocab=len(tokens), **{name: getattr(config, name) for name in sizes}, tied=config.tied_embeddings, **family.tiny
     )
@@ -111,7 +110,7 @@ def _write(directory: Path, config: TinyPolicyConfig, shape: Architecture) -> No
     weights = {
         name: np.ones(size, np.float32)
         if len(size) == 1
-        else (INITIAL_STD * random.standard_normal(size)).astype(np.float32)
+        else (shape.tiny_std * random.standard_normal(size)).astype(np.float32)
         for name, size in shape.tensor_shapes().items()
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -142,7 +141,7 @@ def _model_config(shape: Architecture) -> dict[str, Any]:
         "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
         "architectures": [shape.transformers_class],
         "model_type": shape.model_type,
-        **shape.computed,
+        **{name: values[0] for name, values in shape.computed.items() if name != "rope_type"},
         "pad_token_id": PAD_ID,
         "eos_token_id": EOS_ID,
         "bos_token_id": None,

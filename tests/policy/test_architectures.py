@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.models.registry import read_shape
+from titan_rl.policy.models.architecture import read_shape
 
 CONFIG = {
     "model_type": "qwen3",
@@ -75,7 +75,7 @@ def test_an_untied_model_stores_its_head(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"model_type": "gemma"}, "'gemma'; the trainer computes 'qwen3' and 'llama' only"),
+        ({"model_type": "gemma"}, "'gemma'; the trainer computes 'qwen3', 'llama' only"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias"),
         (
             LLAMA | {"rope_scaling": {"rope_type": "yarn"}},
