@@ -85,7 +85,7 @@ def paths(tmp_path_factory, own_family) -> dict[str, Path]:
         TIED: make_tiny_policy(TinyPolicyConfig(), cache),
         UNTIED: make_tiny_policy(TinyPolicyConfig(tied_embeddings=False, seed=1), cache),
         LLAMA: make_tiny_policy(TinyPolicyConfig(architecture="llama3", tied_embeddings=False, seed=2), cache),
-        OWN: make_tiny_policy(TinyPolicyConfig(architecture=own_family), cache),
+        OWN: make_tiny_policy(TinyPolicyConfig(architecture=own_family, tied_embeddings=False), cache),
     }
 
 
