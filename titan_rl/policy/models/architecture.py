@@ -82,6 +82,12 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
             shapes[LM_HEAD] = (self.vocab, self.dim)
         return shapes
 
+    def norm(self, size: int) -> Any:
+        from torchtitan.models.common.nn_modules import RMSNorm
+        from torchtitan.models.common.param_init import skip_param_init
+
+        return RMSNorm.Config(normalized_shape=size, eps=self.norm_eps, param_init={"weight": skip_param_init})
+
     def rope(self) -> Any:
         """Rotates halves, as Hugging Face's models do: stored tensors are used as they are."""
         from torchtitan.models.common import CosSinRoPE
@@ -91,25 +97,21 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     def layer(self, attention: Any) -> Any:
         """torchtitan's config of a layer, with this one of its attention. Qwen3's computes what Llama's does."""
         from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+        from torchtitan.models.common.param_init import skip_param_init
         from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
-        from titan_rl.policy.models.model import NO_INIT, norm
-
-        init: dict[str, Any] = {"wqkv_param_init": NO_INIT, "wo_param_init": NO_INIT}
+        no_init = {"weight": skip_param_init}  # they come from the checkpoint; one that lacks a tensor is refused
+        init: dict[str, Any] = {"wqkv_param_init": no_init, "wo_param_init": no_init}
         sizes = {"dim": self.dim, "n_heads": self.heads, "n_kv_heads": self.kv_heads, "head_dim": self.head_dim}
-        head_norm = norm(self.head_dim, self.norm_eps) if self.head_norms else None
-        parts: dict[str, Any] = {
-            "inner_attention": attention,
-            "fuse_qkv": False,
-            "rope": self.rope(),
-            "qk_norm": head_norm,
-        }
-        init_ffn = {"w1_param_init": NO_INIT, "w2w3_param_init": NO_INIT}
+        head_norm = self.norm(self.head_dim) if self.head_norms else None
+        ffn_init: dict[str, Any] = {"w1_param_init": no_init, "w2w3_param_init": no_init}
         return Qwen3TransformerBlock.Config(
-            attention_norm=norm(self.dim, self.norm_eps),
-            ffn_norm=norm(self.dim, self.norm_eps),
-            attention=make_gqa_config(**sizes, **parts, **init),
-            feed_forward=make_ffn_config(dim=self.dim, hidden_dim=self.ffn, **init_ffn),
+            attention_norm=self.norm(self.dim),
+            ffn_norm=self.norm(self.dim),
+            attention=make_gqa_config(
+                **sizes, **init, inner_attention=attention, fuse_qkv=False, rope=self.rope(), qk_norm=head_norm
+            ),
+            feed_forward=make_ffn_config(dim=self.dim, hidden_dim=self.ffn, **ffn_init),
         )
 
     def adapter(self, config: Any) -> Any:

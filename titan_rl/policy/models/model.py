@@ -34,7 +34,6 @@ from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.common.rope import ComplexRoPE
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
@@ -58,7 +57,7 @@ SPMD_BACKEND = "partial_dtensor"
 _CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
 # Weights come from the checkpoint; a tensor it lacks is an error, never a random one.
-NO_INIT = {"weight": skip_param_init}
+_NO_INIT = {"weight": skip_param_init}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,16 +197,12 @@ def decoder_config(shape: Architecture, attention: VarlenAttention.Config) -> De
     return ScoringModel.Config(
         vocab_size=shape.vocab,
         dim=shape.dim,
-        norm=norm(shape.dim, shape.norm_eps),
+        norm=shape.norm(shape.dim),
         enable_weight_tying=shape.tied,
-        tok_embeddings=Embedding.Config(num_embeddings=shape.vocab, embedding_dim=shape.dim, param_init=NO_INIT),
-        lm_head=ScoringHead.Config(in_features=shape.dim, out_features=shape.vocab, param_init=NO_INIT),
+        tok_embeddings=Embedding.Config(num_embeddings=shape.vocab, embedding_dim=shape.dim, param_init=_NO_INIT),
+        lm_head=ScoringHead.Config(in_features=shape.dim, out_features=shape.vocab, param_init=_NO_INIT),
         layers=[shape.layer(dataclasses.replace(attention)) for _ in range(shape.layers)],
     )
-
-
-def norm(size: int, eps: float) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, eps=eps, param_init=NO_INIT)
 
 
 class Llama3RoPE(CosSinRoPE):
