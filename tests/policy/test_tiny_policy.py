@@ -122,6 +122,7 @@ def test_the_same_config_is_the_same_directory_and_another_is_another(cache):
     assert make_tiny_policy(TinyPolicyConfig(), cache) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
     assert make_tiny_policy(TinyPolicyConfig(seed=1), cache) != first
+    assert first.name == "tiny-88e8eb4d2eeb456d", "the name before there were other architectures"
 
 
 def test_many_at_once_make_one_directory(tmp_path):
@@ -164,6 +165,7 @@ def test_making_one_imports_no_torch(tmp_path):
         ({"symbols": ""}, "symbols"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"head_dim": 31}, "head_dim"),
+        ({"architecture": "gemma"}, "'gemma' names nothing: expected one of llama3, qwen3"),
     ],
 )
 def test_a_config_that_makes_no_policy_is_refused(tmp_path, change, word):
