@@ -74,7 +74,7 @@ def own_family(tmp_path_factory) -> str:
     """The one that the README adds."""
     file = tmp_path_factory.mktemp("own") / "qwen2.py"
     readme = (Path(__file__).parents[2] / "titan_rl/policy/README.md").read_text()
-    file.write_text(readme.partition("Save it as `qwen2.py`:")[2].partition("```python\n")[2].partition("```")[0])
+    file.write_text(readme.partition("Save this as `qwen2.py`:")[2].partition("```python\n")[2].partition("```")[0])
     return f"{file}:Qwen2"
 
 
