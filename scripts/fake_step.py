@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
-from titan_rl.policy.models.qwen3 import Qwen3Shape
+from titan_rl.policy.models.architecture import Architecture
 from titan_rl.policy.updater import import_torchtitan
 from titan_rl.run.memory import published_shape, trainer_memory
 
@@ -42,7 +42,7 @@ def batch_of(tokens: int, trained: int) -> MicroBatch:
     return MicroBatch(documents=(), runs=(run,), key_rows=None, supports=None, **row, **of_trained, **numbers)
 
 
-def peak_of_step(shape: Qwen3Shape, config: TrainerConfig) -> dict[str, float]:
+def peak_of_step(shape: Architecture, config: TrainerConfig) -> dict[str, float]:
     """Bytes by torch's kinds, where their sum is largest."""
     import_torchtitan("cpu")
     from torchtitan.models.common.attention import VarlenAttention

@@ -19,7 +19,7 @@ from titan_rl.generation.config import GeneratorConfig
 from titan_rl.hosts.facts import detect_host
 from titan_rl.overrides import EXIT_USAGE, Command, Verb
 from titan_rl.policy.config import PolicyConfig, TrainerConfig
-from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.architecture import read_shape
 from titan_rl.run.checks import check_run
 from titan_rl.weights.segment_files import sweep_dead_segments
 
@@ -75,7 +75,7 @@ VERB = Verb(
     config=lambda command: _with_gateway(checkpoint()),
     about=__doc__,
     options={
-        "--policy.path DIR": "Qwen3 checkpoint in Hugging Face format",
+        "--policy.path DIR": "checkpoint of Qwen3 or Llama 3 in Hugging Face format",
         "--host HOST": ("gateway.host", "address to listen on (127.0.0.1); any other than loopback needs --api-key"),
         "--port PORT": ("gateway.port", "port to listen on (8000); 0: any free one"),
         "--api-key KEY": ("gateway.api_key", f"what clients must send; also read from the variable {KEY_VARIABLE}"),
@@ -99,7 +99,7 @@ def with_checkpoint_length(config: train.C) -> train.C:
     directory = Path(config.policy.path)
     if config.policy.tiny is not None or not (directory / "config.json").is_file():
         return config  # what is missing is reported with everything else
-    length = read_shape(directory).max_length
+    length = read_shape(directory, config.policy.family).max_length
     if length >= config.generator.max_model_len:
         return config
     return replace(config, generator=replace(config.generator, max_model_len=length))

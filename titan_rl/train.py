@@ -213,6 +213,7 @@ _RULES = Rules(
     kept=OF_EVERY_LOSS,
     file_settings={
         **dict.fromkeys(("logging.directory", "policy.path", "trainer.kl.teacher", *DATA_FILES), absolute_path),
+        **dict.fromkeys(("policy.architecture", "policy.tiny.architecture"), absolute_name),
         **dict.fromkeys((*CLASS_SETTINGS, "environment.kwargs.reward"), absolute_name),
     },
     gone={"router.request_seconds": 0.0},
@@ -271,7 +272,7 @@ def apply_command(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
     runs = absolute_path(config.logging.directory, Path.cwd())  # and not where the recipe is, among sources
     config = replace(config, logging=replace(config.logging, directory=runs))
     config = apply(config, command.layers, _RULES, base)
-    named = (command.recipe, *attrgetter(*CLASS_SETTINGS)(config))
+    named = (command.recipe, config.policy.family, *attrgetter(*CLASS_SETTINGS)(config))
     modules = dict.fromkeys(name.rpartition(":")[0] for name in named)
     return config, tuple(module for module in modules if module and module.split(".")[0] != "titan_rl")
 

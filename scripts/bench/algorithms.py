@@ -31,7 +31,7 @@ from parts.table import print_report
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.policy.algorithms import catalogue, short_names
-from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.architecture import read_shape
 from titan_rl.policy.models.tiny import model_directory
 from titan_rl.policy.updater import PolicyUpdater
 from titan_rl.train import VERB, resolve

@@ -265,7 +265,11 @@ def test_a_local_checkpoint_directory_is_accepted(tmp_path, started):
     [
         ("config.json", {"head_dim": 48}, "is 48, and the CPU attention has kernels for 32"),
         ("config.json", {"max_position_embeddings": 32}, "generator.max_model_len (64) is more than the 32 positions"),
-        ("config.json", {"model_type": "llama"}, "config.json: model_type is 'llama'"),
+        (
+            "config.json",
+            {"model_type": "gemma"},
+            "config.json: model_type is 'gemma'; the trainer computes 'qwen3', 'llama' only",
+        ),
         ("config.json", {"vocab_size": "many"}, "config.json lacks a size of the model, or says it wrong: "),
         ("config.json", b"{", "config.json cannot be read as JSON: "),
         ("config.json", b"\xff", "config.json cannot be read as JSON: "),

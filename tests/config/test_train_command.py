@@ -190,6 +190,9 @@ def test_a_strategy_of_ones_own_is_found_from_the_working_directory(task, tmp_pa
     monkeypatch.chdir(tmp_path)
     config, imports = resolved("--recipe", "copy4", "--router.strategy", "mine.py:Mine")
     assert config.router.strategy == f"{tmp_path}/mine.py:Mine" and imports == (f"{tmp_path}/mine.py",)
+    for settings in (("--policy.tiny.architecture",), ("--policy.path", "x", "--policy.architecture")):
+        config, imports = resolved("--recipe", "copy4", *settings, "mine.py:Mine")
+        assert config.policy.family == f"{tmp_path}/mine.py:Mine" and imports == (f"{tmp_path}/mine.py",)
 
 
 # --- starting --------------------------------------------------------------------------------------------------------

@@ -16,13 +16,13 @@ from titan_rl.policy.config import TinyPolicyConfig
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Checkpoint directories tied_a, tied_b, untied_a, untied_b: two sets of weights, embeddings tied or not."""
+    """Checkpoint directories tied_a, tied_b, and so on: two sets of weights, embeddings tied or not, or a Llama's."""
     cache = tmp_path_factory.mktemp("policies")
     models = {}
-    for tying, tied in (("tied", True), ("untied", False)):
+    for kind, settings in (("tied", {}), ("untied", {"tied_embeddings": False}), ("llama", {"architecture": "llama3"})):
         for seed, letter in enumerate("ab"):
-            config = TinyPolicyConfig(tied_embeddings=tied, seed=seed)
-            models[f"{tying}_{letter}"] = sharper_policy(config, cache / f"{tying}_{letter}")
+            config = TinyPolicyConfig(**settings, seed=seed)
+            models[f"{kind}_{letter}"] = sharper_policy(config, cache / f"{kind}_{letter}")
     return models
 
 

@@ -40,9 +40,11 @@ SWAPS = (
     ("untied", "bfloat16", "plain"),
     ("tied", "float32", "packed"),
     ("untied", "bfloat16", "packed"),
+    ("llama", "float32", "packed"),
+    ("llama", "bfloat16", "plain"),
 )
-"""Engines that take new weights: whether the head is tied, dtype, linear layers."""
-SWAPS_OF_CI = (SWAPS[0], SWAPS[-2])
+"""Engines that take new weights: of which models, dtype, linear layers."""
+SWAPS_OF_CI = (SWAPS[0], SWAPS[4], SWAPS[6])
 
 
 def sharper_policy(config: TinyPolicyConfig, directory: Path) -> str:

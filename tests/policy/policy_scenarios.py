@@ -201,13 +201,19 @@ def transformer(path: Path) -> Any:
 
 
 def layout(
-    model_path: str, save_to: str, data_parallel: int, tensor_parallel: int, batches: list[str], **settings: Any
+    model_path: str,
+    save_to: str,
+    data_parallel: int,
+    tensor_parallel: int,
+    batches: list[str],
+    architecture: str = "",
+    **settings: Any,
 ) -> dict[str, Any]:
     """One parallel layout: weights as loaded; of one step on each batch (from the start) weights, metrics, logprobs."""
     config = trainer(data_parallel, tensor_parallel, optimizer=REVEALING, **settings)
     result: dict[str, Any] = {}
     for name in batches:
-        policy = updater(model_path, config, temperature=0.7)
+        policy = updater(model_path, config, temperature=0.7, architecture=architecture)
         if "loaded" not in result:
             result["loaded"] = shards_of(policy)
             result["aliases"] = policy.aliases

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from titan_rl.chat import make_renderer
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.architecture import read_shape
 from titan_rl.policy.models.tiny import make_tiny_policy, tiny_shape
 from titan_rl.types import Message
 
@@ -84,23 +84,27 @@ def test_a_chat_tokenizer_renders_a_prompt_as_its_template_does(cache):
         tokenizer.apply_chat_template(plain, tools=[{"name": "add"}], tokenize=False)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_every_weight(cache, tied):
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen3", True), ("qwen3", False), ("llama3", True)])
+def test_transformers_loads_every_weight(cache, architecture, tied):
     from transformers import AutoModelForCausalLM
 
-    directory = make_tiny_policy(TinyPolicyConfig(tied_embeddings=tied), cache)
+    directory = make_tiny_policy(TinyPolicyConfig(architecture=architecture, tied_embeddings=tied), cache)
     model, report = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
-    assert sum(parameter.numel() for parameter in model.parameters()) == 124_160 + (0 if tied else 13 * 64)
-    assert model.config.rope_parameters["rope_theta"] == 1e4
+    assert sum(parameter.numel() for parameter in model.parameters()) == (
+        {"qwen3": 124_160, "llama3": 124_032}[architecture] + (0 if tied else 13 * 64)
+    )
+    rope = {"rope_theta": 1e4, "rope_type": {"qwen3": "default", "llama3": "llama3"}[architecture]}
+    assert rope.items() <= model.config.rope_parameters.items()
     assert model.generation_config.eos_token_id == 1
     stored = load_file(directory / "model.safetensors")
     for name, parameter in model.named_parameters():
         np.testing.assert_array_equal(parameter.detach().numpy(), stored[name])
 
 
-def test_its_own_config_is_read_back(cache):
-    config = TinyPolicyConfig(layers=3, tied_embeddings=False)
+@pytest.mark.parametrize("architecture", ["qwen3", "llama3"])
+def test_its_own_config_is_read_back(cache, architecture):
+    config = TinyPolicyConfig(architecture=architecture, layers=3, tied_embeddings=False)
     assert read_shape(make_tiny_policy(config, cache)) == tiny_shape(config)
 
 
@@ -118,6 +122,7 @@ def test_the_same_config_is_the_same_directory_and_another_is_another(cache):
     assert make_tiny_policy(TinyPolicyConfig(), cache) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
     assert make_tiny_policy(TinyPolicyConfig(seed=1), cache) != first
+    assert first.name == "tiny-88e8eb4d2eeb456d", "the name before there were other architectures"
 
 
 def test_many_at_once_make_one_directory(tmp_path):
@@ -160,6 +165,7 @@ def test_making_one_imports_no_torch(tmp_path):
         ({"symbols": ""}, "symbols"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"head_dim": 31}, "head_dim"),
+        ({"architecture": "gemma"}, "'gemma' names nothing: expected one of llama3, qwen3"),
     ],
 )
 def test_a_config_that_makes_no_policy_is_refused(tmp_path, change, word):

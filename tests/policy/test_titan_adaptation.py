@@ -11,13 +11,15 @@ import sys
 from itertools import groupby
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.microbatch import Run
-from titan_rl.policy.models.qwen3 import Qwen3Shape
+from titan_rl.policy.models.llama3 import Llama3, Llama3Rope
+from titan_rl.policy.models.qwen3 import Qwen3
 from titan_rl.policy.models.titan_adaptation import choose_device
 
 choose_device("cpu")  # before the imports below, as in a trainer process
@@ -25,9 +27,10 @@ choose_device("cpu")  # before the imports below, as in a trainer process
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from torchtitan.distributed.context_parallel import apply_cp_to_forward  # noqa: E402
 from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
+from torchtitan.models.common import CosSinRoPE  # noqa: E402
 from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
 
-from titan_rl.policy.models.model import SPMD_BACKEND, DocumentAttention, PackedDocuments, qwen3_model_config  # noqa: E402
+from titan_rl.policy.models.model import SPMD_BACKEND, DocumentAttention, PackedDocuments, decoder_config  # noqa: E402
 
 HEADS, KV_HEADS, SIZE = 4, 2, 32
 
@@ -138,13 +141,13 @@ def test_varlen_attention_still_has_no_context_parallelism():
 def test_layers_with_varlen_attention_compile_whole_and_for_any_lengths():
     """On no device, as `trainer.compile` does it: one graph for the first lengths, one for all others."""
     set_spmd_backend(SPMD_BACKEND)
-    shape = Qwen3Shape(
+    shape = Qwen3(
         **{"vocab": 9, "dim": 64, "layers": 1, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": SIZE, "ffn": 64},
         **{"max_length": 64, "rope_theta": 1e6, "norm_eps": 1e-6, "tied": True},
     )
     meta = torch.device("meta")
     with meta:
-        model = qwen3_model_config(shape, VarlenAttention.Config()).build().bfloat16()
+        model = decoder_config(shape, VarlenAttention.Config()).build().bfloat16()
     layer, counted = model.layers["0"], CompileCounterWithBackend("aot_eager")
     layer.compile(backend=counted, fullgraph=True)
     for lengths in ([5, 7], [9, 3, 4], [20], [6, 6, 6, 8, 9], [31, 2]):
@@ -154,6 +157,33 @@ def test_layers_with_varlen_attention_compile_whole_and_for_any_lengths():
         output.sum().backward()
         assert hidden.grad.shape == output.shape == hidden.shape
     assert counted.frame_count == 2
+
+
+SCALING = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Llama 3.2's."""
+
+
+def test_llamas_rotations_are_those_of_transformers():
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    sizes = {"vocab": 9, "dim": 64, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 64, "ffn": 64}
+    shape = Llama3(**sizes, max_length=9000, rope_theta=5e5, norm_eps=1e-5, rope_parameters=Llama3Rope(**SCALING))
+    ours = shape.layer(DocumentAttention.Config()).attention.rope.build()
+    parameters = SCALING | {"rope_type": "llama3", "rope_theta": shape.rope_theta}
+    config = LlamaConfig(
+        hidden_size=64, num_attention_heads=1, max_position_embeddings=9000, rope_parameters=parameters
+    )
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1, 1, 64), torch.arange(9000)[None])
+    assert torch.allclose(ours.cache, torch.cat(theirs, -1)[0], rtol=0, atol=1e-6)
+    unscaled = msgspec.structs.replace(shape, rope_parameters=None).layer(DocumentAttention.Config()).attention.rope
+    assert (ours.cache - unscaled.build().cache).abs().max() > 1
+
+
+def test_torchtitan_still_cannot_scale_rotations_of_halves():
+    """When this fails, `Llama3RoPE` can go."""
+    with pytest.raises(NotImplementedError, match="Llama scaling"):
+        CosSinRoPE.Config(dim=64, max_seq_len=9, scaling="llama").build()
 
 
 def test_our_attention_passes_for_varlen():

@@ -23,13 +23,14 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 TEMPERATURE = 0.7
-TIED, UNTIED = "tied", "untied"
-CASES = [(TIED, *ranks) for ranks in LAYOUTS] + [(UNTIED, 1, 1), (UNTIED, 2, 2)]
+TIED, UNTIED, LLAMA, OWN = "tied", "untied", "llama", "own"
+CASES = [(policy, *ranks) for policy in (TIED, LLAMA) for ranks in LAYOUTS]
+CASES += [(policy, *ranks) for policy in (UNTIED, OWN) for ranks in ((1, 1), (2, 2))]
 SHARED_OTHERWISE: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "replicas of shards": ((4, 1), {"replicas": 2}),
     "replicas, sequence": ((2, 2), {"replicas": 2, "sequence_parallel": True, "activation_checkpointing": "selective"}),
 }
-BOTH_WAYS = [(policy, *ranks) for policy in (TIED, UNTIED) for ranks in ((1, 1), (2, 2))]
+BOTH_WAYS = [(policy, *ranks) for policy in (TIED, UNTIED, LLAMA) for ranks in ((1, 1), (2, 2))] + [(OWN, 1, 1)]
 """What CI runs."""
 every_case = pytest.mark.parametrize("case", cells(CASES, ci=BOTH_WAYS), ids=str)
 spoilt_layouts = pytest.mark.parametrize("layout", cells(LAYOUTS[1:], ci=[(2, 1), (2, 2)]), ids=str)
@@ -69,11 +70,22 @@ def broken_checkpoints(source: Path, directory: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory) -> dict[str, Path]:
+def own_family(tmp_path_factory) -> str:
+    """The one that the README adds."""
+    file = tmp_path_factory.mktemp("own") / "qwen2.py"
+    readme = (Path(__file__).parents[2] / "titan_rl/policy/README.md").read_text()
+    file.write_text(readme.partition("Save this as `qwen2.py`:")[2].partition("```python\n")[2].partition("```")[0])
+    return f"{file}:Qwen2"
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory, own_family) -> dict[str, Path]:
     cache = tmp_path_factory.mktemp("cache")
     return {
         TIED: make_tiny_policy(TinyPolicyConfig(), cache),
         UNTIED: make_tiny_policy(TinyPolicyConfig(tied_embeddings=False, seed=1), cache),
+        LLAMA: make_tiny_policy(TinyPolicyConfig(architecture="llama3", tied_embeddings=False, seed=2), cache),
+        OWN: make_tiny_policy(TinyPolicyConfig(architecture=own_family, tied_embeddings=False), cache),
     }
 
 
@@ -83,7 +95,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(paths, directory) -> Results:
+def results(paths, directory, own_family) -> Results:
     """Everything that ranks do in this file."""
     loss_file = directory / "user_losses.py"
     loss_file.write_text(USER_LOSSES)
@@ -96,6 +108,7 @@ def results(paths, directory) -> Results:
             model_path=str(paths[policy]),
             save_to=str(directory / f"{policy}-{data}-{tensor}"),
             batches=batches_of(policy),
+            architecture=own_family if policy == OWN else "",
         )
     for name, (layout, settings) in SHARED_OTHERWISE.items():
         scenarios[name] = on_layout(
@@ -110,7 +123,7 @@ def results(paths, directory) -> Results:
     )
     scenarios["without plain sums"] = Scenario(scenario.without_plain_sums, 2, tied)
     scenarios["default backend"] = Scenario(scenario.with_default_backend, 2, tied)
-    left_out = {(TIED, 2, 1), (TIED, 1, 2), ("spoilt", 1, 2), ("bfloat16", 2, 1)}
+    left_out = {*CASES} - {*BOTH_WAYS} | {("spoilt", 1, 2), ("bfloat16", 2, 1)}
     return Results(scenarios, scenarios.keys() - left_out, directory)
 
 
@@ -180,7 +193,7 @@ def test_metrics_are_the_same_plain_floats_on_all_ranks(results, case):
         assert first == pytest.approx(one | {"imbalance": first["imbalance"]}, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", [(TIED, 1, 1), (UNTIED, 2, 2)], ids=str)
+@pytest.mark.parametrize("case", [(TIED, 1, 1), (UNTIED, 2, 2), (LLAMA, 1, 1)], ids=str)
 @pytest.mark.parametrize("batch_name", ["mixed", "truncated"])
 def test_the_clipped_gradient_is_the_one_derived_by_hand(results, paths, case, batch_name):
     """The clip leaves or removes a token's gradient: d loss = -A r d logprob where it leaves it."""

@@ -148,6 +148,7 @@ class PolicyTrainer(ConnectedActor):
             total_steps=max(1, config.loop.steps),
             device=self._device,
             seed=config.seed,
+            architecture=config.policy.family,
         )
         self._updater.incarnation = incarnation
         if config.checkpoint.in_memory:

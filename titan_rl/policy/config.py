@@ -12,8 +12,10 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NC
 
 @dataclass(kw_only=True, slots=True)
 class TinyPolicyConfig:
-    """A randomly initialised Qwen3-architecture policy that is made on the spot, in Hugging Face format."""
+    """A randomly initialised policy that is made on the spot, in Hugging Face format."""
 
+    architecture: str = "qwen3"
+    """Whose layers it has: "qwen3", "llama3", or a family of your own, as `policy.architecture`."""
     tokenizer: Literal["symbols", "chat"] = "symbols"
     """"symbols": one token per character of `symbols`; nothing else can be written. "chat": Qwen3's chat format and its
     special tokens, over single bytes: any text can be written, one token per byte, so `max_length` must be larger."""
@@ -32,7 +34,7 @@ class TinyPolicyConfig:
     """Positions the policy has, prompt and completion together."""
     tied_embeddings: bool = True
     seed: Seed | None = None
-    """Seed of the initial weights, N(0, 0.02); None: the run's seed."""
+    """Seed of the initial weights, normal around 0; None: the run's seed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,13 +42,20 @@ class PolicyConfig:
     """Which weights training starts from. Exactly one of `path` and `tiny`."""
 
     path: str = ""
-    """Directory of a Qwen3 checkpoint in Hugging Face format (config.json, *.safetensors, tokenizer)."""
+    """Directory of a checkpoint of Qwen3 or Llama 3 in Hugging Face format (config.json, *.safetensors, tokenizer)."""
+    architecture: str = ""
+    """A family of your own, that checkpoints of its `model_type` have: `file.py:Name`."""
     tiny: TinyPolicyConfig | None = None
     """Make a tiny policy instead of loading one."""
 
     def __post_init__(self) -> None:
         if bool(self.path) == (self.tiny is not None):
             raise ConfigError("policy: set exactly one of policy.path and policy.tiny")
+
+    @property
+    def family(self) -> str:
+        """Besides those that are bundled; any name where there is none."""
+        return self.architecture if self.tiny is None else self.tiny.architecture
 
 
 @dataclass(kw_only=True, slots=True)
@@ -96,7 +105,7 @@ class KLConfig:
     """The estimates of a token and of later ones of its sample are taken from its advantage, instead of a term in the
     loss: PPO's rewards. At the weights before the batch, so that one more forward pass of both policies comes first."""
     teacher: str = ""
-    """Directory of a Qwen3 checkpoint of any size over the same tokens, to keep near instead: on-policy distillation
+    """Directory of a checkpoint of any size over the same tokens, to keep near instead: on-policy distillation
     (`titan-rl algorithms distillation`). Empty: the policy as it was before the first RL step."""
 
     def __post_init__(self) -> None:

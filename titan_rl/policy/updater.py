@@ -33,8 +33,8 @@ from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
+from titan_rl.policy.models.architecture import read_shape
 from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole
-from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.preferences import Preferences
@@ -74,21 +74,30 @@ class PolicyUpdater:
     """
 
     def __init__(
-        self, config: TrainerConfig, *, model_path: Path, temperature: float, total_steps: int, device: str, seed: int
+        self,
+        config: TrainerConfig,
+        *,
+        model_path: Path,
+        temperature: float,
+        total_steps: int,
+        device: str,
+        seed: int,
+        architecture: str = "",
     ) -> None:
         """Load the policy and shard it. Needs the environment of `join_world`.
 
         Args:
-            model_path: a Qwen3 checkpoint directory in Hugging Face format.
+            model_path: a checkpoint directory in Hugging Face format.
             temperature: above 0, what the engines sample with; logprobs and entropies are taken at it.
             total_steps: length of the learning-rate schedule; after it lr keeps its last value.
             seed: of the process's random numbers (the bundled losses draw none).
+            architecture: a family that is not bundled.
 
         Raises:
             ConfigError: a checkpoint, loss or parallelism that cannot be.
         """
         self._loss: Objective = build_loss(config.loss)
-        shape = read_shape(model_path)
+        shape = read_shape(model_path, architecture)
         shape.check_tensor_parallel("trainer.tensor_parallel", config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
         import_torchtitan(device)

@@ -30,7 +30,7 @@ from titan_rl.overrides import convert_value, did_you_mean
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.config import LossConfig
 from titan_rl.policy.losses import OF_EVERY_LOSS, Objective, build_loss
-from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
+from titan_rl.policy.models.architecture import Architecture, read_shape
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.rollout.config import AdvantageConfig
 from titan_rl.rollout.rollouter import Rollouter
@@ -121,7 +121,7 @@ def check_open_files(host: HostFacts, processes: int) -> None:
 
 def _policy(config: RunConfig, host: HostFacts) -> None:
     tiny, directory, teacher = config.policy.tiny, Path(config.policy.path), config.trainer.kl.teacher
-    shape = tiny_shape(tiny) if tiny is not None else _stored_shape("policy.path", directory)
+    shape = tiny_shape(tiny) if tiny is not None else _stored_shape("policy.path", directory, config.policy.family)
     shape.check_tensor_parallel("generator.tensor_parallel", config.generator.tensor_parallel)
     shape.check_tensor_parallel("trainer.tensor_parallel", config.trainer.tensor_parallel)
     if teacher:
@@ -145,11 +145,11 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
         )
 
 
-def _stored_shape(setting: str, directory: Path) -> Qwen3Shape:
+def _stored_shape(setting: str, directory: Path, own: str = "") -> Architecture:
     if (missing := _missing_part(directory)) is not None:
         raise AbsentError(f"{setting}: {missing}")
     try:
-        return read_shape(directory)
+        return read_shape(directory, own)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
 

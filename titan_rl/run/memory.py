@@ -15,7 +15,8 @@ from pathlib import Path, PurePath
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.policy.models.qwen3 import Qwen3Shape, read_shape
+from titan_rl.policy.models.architecture import Architecture, read_shape
+from titan_rl.policy.models.qwen3 import Qwen3
 from titan_rl.policy.models.tiny import tiny_shape
 from titan_rl.weights.manifest import EMBEDDING
 from titan_rl.weights.segment_files import DIRECTORY
@@ -42,29 +43,30 @@ _PUBLISHED = {
 """Hidden size, layers, heads and feed-forward size of the published dense models."""
 
 
-def published_shape(path: str) -> Qwen3Shape | None:
+def published_shape(path: str) -> Architecture | None:
     """That of the published model that the directory is named after; None: it is not."""
     if (sizes := _PUBLISHED.get(name := PurePath(path).name)) is None:
         return None
     dim, layers, heads, ffn = sizes
     attention = {"heads": heads, "kv_heads": 8, "head_dim": 128, "max_length": 40960}
     rest = {"rope_theta": 1e6, "norm_eps": 1e-6, "tied": name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B")}
-    return Qwen3Shape(vocab=151936, dim=dim, layers=layers, ffn=ffn, **attention, **rest)  # type: ignore[arg-type]
+    return Qwen3(vocab=151936, dim=dim, layers=layers, ffn=ffn, **attention, **rest)  # type: ignore[arg-type]
 
 
-def shape_of(config: RunConfig) -> Qwen3Shape | None:
+def shape_of(config: RunConfig) -> Architecture | None:
     """None: neither is the checkpoint there, nor is its directory named after a published model."""
+    policy = config.policy
     try:
-        return tiny_shape(config.policy.tiny) if config.policy.tiny else read_shape(Path(config.policy.path))
+        return tiny_shape(policy.tiny) if policy.tiny else read_shape(Path(policy.path), policy.family)
     except ConfigError:
         return published_shape(config.policy.path)
 
 
-def parameters(shape: Qwen3Shape) -> int:
+def parameters(shape: Architecture) -> int:
     return sum(map(math.prod, shape.tensor_shapes().values()))
 
 
-def trainer_memory(config: TrainerConfig, shape: Qwen3Shape) -> dict[str, float]:
+def trainer_memory(config: TrainerConfig, shape: Architecture) -> dict[str, float]:
     """Of one rank, at the peak of a step of full micro-batches."""
     shard, split = parameters(shape) * config.replicas / config.ranks, config.tensor_parallel
     teacher = read_shape(Path(config.kl.teacher)) if config.kl.teacher else shape
@@ -89,7 +91,7 @@ def trainer_memory(config: TrainerConfig, shape: Qwen3Shape) -> dict[str, float]
     }
 
 
-def generator_memory(config: RunConfig, shape: Qwen3Shape, device: int) -> dict[str, float]:
+def generator_memory(config: RunConfig, shape: Architecture, device: int) -> dict[str, float]:
     """Of one rank. What is left of `gpu_memory_utilization` is KV cache."""
     generator, width = config.generator, _WIDTH[config.generator.dtype]
     step = width * (4 * shape.dim + 2 * shape.ffn / generator.tensor_parallel) * generator.max_num_batched_tokens
@@ -103,13 +105,13 @@ def generator_memory(config: RunConfig, shape: Qwen3Shape, device: int) -> dict[
     return parts | {"KV cache": generator.gpu_memory_utilization * device - sum(parts.values())}
 
 
-def kv_bytes(config: RunConfig, shape: Qwen3Shape) -> float:
+def kv_bytes(config: RunConfig, shape: Architecture) -> float:
     """Of one token, on one rank."""
     width = _WIDTH[config.generator.dtype]
     return 2 * width * shape.layers * shape.kv_heads * shape.head_dim / config.generator.tensor_parallel
 
 
-def shared_memory(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
+def shared_memory(config: RunConfig, shape: Architecture) -> dict[str, int]:
     """In /dev/shm: publications on every host, copies of the trainer's state where its ranks are."""
     publications = config.weights_settings().max_live * _WIDTH[config.generator.dtype]
     kl = config.trainer.kl
@@ -117,7 +119,7 @@ def shared_memory(config: RunConfig, shape: Qwen3Shape) -> dict[str, int]:
     return {"publications": publications * parameters(shape), "copies of the trainer": copies * parameters(shape)}
 
 
-def describe_memory(config: RunConfig, shape: Qwen3Shape, device: int) -> list[str]:
+def describe_memory(config: RunConfig, shape: Architecture, device: int) -> list[str]:
     """Lines for people: a device of so many bytes, then each kind of rank."""
     device = device or ASSUMED_DEVICE
     engine = generator_memory(config, shape, device)
@@ -130,7 +132,7 @@ def describe_memory(config: RunConfig, shape: Qwen3Shape, device: int) -> list[s
     return [*lines, f"  KV cache of a generator: {max(0, engine['KV cache'] / kv_bytes(config, shape)):,.0f} tokens"]
 
 
-def too_large(config: RunConfig, shape: Qwen3Shape, device: int, *, serving: bool = False) -> Iterator[str]:
+def too_large(config: RunConfig, shape: Architecture, device: int, *, serving: bool = False) -> Iterator[str]:
     """What does not fit on devices of so many bytes (0: unknown) or in this host's /dev/shm, and what to change."""
     device = device or ASSUMED_DEVICE
     trainer = trainer_memory(config.trainer, shape)

@@ -30,7 +30,7 @@ _ENGINE_IMPORTS: dict[Device, tuple[str, ...]] = {
         "vllm.v1.worker.gpu_worker",
     ),
 }
-"""What the processes of a stage import; none of it imports Monarch."""
+"""What the processes of a stage import; none of it imports Monarch. Qwen3's module brings all that others' need."""
 
 
 def fork_stages(config: RunConfig, host: HostFacts) -> Stage:

@@ -57,8 +57,8 @@ class DecodePlan(NamedTuple):
 
 
 class StepScheduler(Scheduler):
-    """For requests of text that sample one token per step, with logprobs; steps do not overlap. The model is a dense
-    Qwen3 (`read_shape` refuses others): kinds of attention that free, move or clear blocks in every step are not known.
+    """For requests of text that sample one token per step, with logprobs; steps do not overlap. Attention is
+    causal and to all tokens (`read_shape` refuses others): kinds that free, move or clear blocks are not known.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

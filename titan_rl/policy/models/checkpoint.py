@@ -43,7 +43,10 @@ def load_weights(policy: Policy, directory: Path) -> None:
     files = _tensor_files(directory)
     shapes = policy.shape.tensor_shapes()
     allowed = {*shapes, LM_HEAD} if policy.shape.tied else shapes.keys()
-    for names, problem in ((shapes.keys() - files, "are missing"), (files.keys() - allowed, "are not part of Qwen3")):
+    for names, problem in (
+        (shapes.keys() - files, "are missing"),
+        (files.keys() - allowed, f"are not part of {policy.shape.model_type}"),
+    ):
         if names:
             some = ", ".join(sorted(names)[:5]) + ", …" * (len(names) > 5)
             raise ConfigError(f"{directory}: {len(names)} tensors {problem}: {some}")

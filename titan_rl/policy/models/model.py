@@ -1,8 +1,9 @@
-"""A Qwen3 checkpoint directory as a torchtitan model, sharded by torchtitan's own parallelise function.
+"""A checkpoint directory as a torchtitan model, sharded by torchtitan's own parallelise function.
 
 Built on the meta device, then sharded (tensor parallelism where configured; FSDP2, which also applies the compute
-dtype, unless one rank computes in float32); `checkpoint` fills it. With separate q, k and v projections every Hugging
-Face tensor is exactly one torchtitan tensor, so names translate and layouts do not.
+dtype, unless one rank computes in float32); `checkpoint` fills it. Every Hugging Face tensor is exactly one torchtitan
+tensor, so names translate and layouts do not. Qwen3's functions shard every family: Llama's know fewer parts, and never
+leave FSDP out.
 
 `DocumentAttention` computes causal attention over packed documents where torchtitan's varlen kernel does not run: on
 CPU, and in float32. A document attends to itself only, and gets the same bits whatever other groups are packed beside
@@ -32,18 +33,16 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.utils import set_spmd_backend
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
+from torchtitan.models.common.rope import ComplexRoPE
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
-from titan_rl.policy.models.qwen3 import Qwen3Shape
+from titan_rl.policy.models.architecture import Architecture
 from titan_rl.policy.models.titan_adaptation import (
     local_part,
     reduce_gradients_by_plain_sums,
@@ -67,7 +66,7 @@ class Policy:
 
     module: nn.Module
     dims: ParallelDims
-    shape: Qwen3Shape
+    shape: Architecture
     tensors: dict[str, Tensor]
     """The live float32 weights by Hugging Face name, detached; they share the parameters' storage, which stays.
     DTensors where they are sharded."""
@@ -113,7 +112,7 @@ class Policy:
 
 
 def build_policy(
-    shape: Qwen3Shape, config: TrainerConfig, device: torch.device, *, beside: Policy | None = None
+    shape: Architecture, config: TrainerConfig, device: torch.device, *, beside: Policy | None = None
 ) -> Policy:
     """The sharded model with empty weights. torch.distributed must be up with `config.ranks` ranks.
 
@@ -142,7 +141,7 @@ def build_policy(
             "trainer.compile needs CUDA and trainer.dtype bfloat16: elsewhere attention is computed document by "
             "document, and every packing of samples would be compiled anew"
         )
-    model_config = qwen3_model_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
+    model_config = decoder_config(shape, VarlenAttention.Config() if varlen else DocumentAttention.Config())
     set_qwen3_sharding_config(model_config, enable_sp=config.sequence_parallel, enable_ep=False)
     head = model_config.lm_head.sharding_config
     model_config.lm_head.sharding_config = dataclasses.replace(head, out_src_shardings=None, out_dst_shardings=None)
@@ -169,14 +168,14 @@ def build_policy(
         module=model,
         dims=dims,
         shape=shape,
-        tensors=Qwen3StateDictAdapter(model_config, None).to_hf(model.state_dict()),
+        tensors=shape.adapter(model_config).to_hf(model.state_dict()),
         device=device,
         shares_prompts=not varlen,
         multiple=config.tensor_parallel if config.sequence_parallel else 1,
     )
 
 
-def frozen_policy(shape: Qwen3Shape, config: TrainerConfig, *, beside: Policy) -> Policy:
+def frozen_policy(shape: Architecture, config: TrainerConfig, *, beside: Policy) -> Policy:
     """A policy with empty weights, sharded like `beside`. It never learns: no gradient, no optimizer."""
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
     config = dataclasses.replace(config, activation_checkpointing="none")
@@ -193,42 +192,29 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     return frozen
 
 
-def qwen3_model_config(shape: Qwen3Shape, attention: VarlenAttention.Config) -> Qwen3Model.Config:
-    """torchtitan's config of a dense Qwen3 of any size, with separate q, k and v projections."""
-
-    def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=shape.norm_eps, param_init=_NO_INIT)
-
-    def layer() -> Qwen3TransformerBlock.Config:
-        return Qwen3TransformerBlock.Config(
-            attention_norm=norm(shape.dim),
-            ffn_norm=norm(shape.dim),
-            attention=make_gqa_config(
-                dim=shape.dim,
-                n_heads=shape.heads,
-                n_kv_heads=shape.kv_heads,
-                head_dim=shape.head_dim,
-                wqkv_param_init=_NO_INIT,
-                wo_param_init=_NO_INIT,
-                inner_attention=dataclasses.replace(attention),
-                fuse_qkv=False,
-                rope=CosSinRoPE.Config(dim=shape.head_dim, max_seq_len=shape.max_length, theta=shape.rope_theta),
-                qk_norm=norm(shape.head_dim),
-            ),
-            feed_forward=make_ffn_config(
-                dim=shape.dim, hidden_dim=shape.ffn, w1_param_init=_NO_INIT, w2w3_param_init=_NO_INIT
-            ),
-        )
-
+def decoder_config(shape: Architecture, attention: VarlenAttention.Config) -> Decoder.Config:
+    """torchtitan's config of a model of any family and size."""
     return ScoringModel.Config(
         vocab_size=shape.vocab,
         dim=shape.dim,
-        norm=norm(shape.dim),
+        norm=shape.norm(shape.dim),
         enable_weight_tying=shape.tied,
         tok_embeddings=Embedding.Config(num_embeddings=shape.vocab, embedding_dim=shape.dim, param_init=_NO_INIT),
         lm_head=ScoringHead.Config(in_features=shape.dim, out_features=shape.vocab, param_init=_NO_INIT),
-        layers=[layer() for _ in range(shape.layers)],
+        layers=[shape.layer(dataclasses.replace(attention)) for _ in range(shape.layers)],
     )
+
+
+class Llama3RoPE(CosSinRoPE):
+    """Llama 3.1's frequencies, which torchtitan has for rotations of neighbours only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        pass
+
+    def _precompute_cache(self) -> Tensor:
+        rotations = ComplexRoPE._precompute_cache(self)  # type: ignore[arg-type]  # it reads the config only
+        return torch.cat([rotations.real] * 2 + [rotations.imag] * 2, dim=-1)
 
 
 class ScoringHead(Linear):
@@ -256,14 +242,15 @@ class ScoringHead(Linear):
         return *token_scores(hidden, head, targets, temperature=temperature, supports=supports, **parts), hidden
 
 
-class ScoringModel(Qwen3Model):
-    """Qwen3 whose output is `Policy.scores`."""
+class ScoringModel(Decoder):
+    """A model whose output is `Policy.scores`."""
 
     _skip_lm_head = True
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Qwen3Model.Config):
-        pass
+    class Config(Decoder.Config):
+        dim: int
+        vocab_size: int
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention_masks: PackedDocuments, *rest: Any

@@ -1,4 +1,4 @@
-"""Makes a tiny Qwen3 policy with random weights and its tokenizer, in Hugging Face format.
+"""Makes a tiny policy with random weights and its tokenizer, in Hugging Face format.
 
 The directory is named after everything that decides its content, appears by one rename, and is never changed
 afterwards: any number of processes may ask for the same policy at once and all read the same bytes.
@@ -27,10 +27,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError
+from titan_rl.importing import import_name
 from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.qwen3 import Qwen3Shape
+from titan_rl.policy.models.architecture import ARCHITECTURES, Architecture
 
-INITIAL_STD = 0.02
 _FORMAT = 1
 """Part of the directory's name; raise it when the files written for one config change."""
 
@@ -60,7 +60,10 @@ def make_tiny_policy(config: TinyPolicyConfig, cache: Path | None = None) -> Pat
     config = dataclasses.replace(config, seed=config.seed or 0)
     if cache is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan_rl"
-    content = json.dumps([_FORMAT, dataclasses.asdict(config)], sort_keys=True)
+    settings = dataclasses.asdict(config)
+    if config.architecture == "qwen3":
+        del settings["architecture"]  # the names that such policies had when there was no other
+    content = json.dumps([_FORMAT, settings], sort_keys=True)
     target = cache / f"tiny-{hashlib.blake2b(content.encode(), digest_size=8).hexdigest()}"
     if target.is_dir():
         return target
@@ -83,7 +86,7 @@ def make_tiny_policy(config: TinyPolicyConfig, cache: Path | None = None) -> Pat
     return target
 
 
-def tiny_shape(config: TinyPolicyConfig) -> Qwen3Shape:
+def tiny_shape(config: TinyPolicyConfig) -> Architecture:
     """Sizes of the policy that `config` describes; raises ConfigError where they contradict each other."""
     tokens = token_names(config)
     if len(set(tokens)) != len(tokens):
@@ -96,21 +99,18 @@ def tiny_shape(config: TinyPolicyConfig) -> Qwen3Shape:
     if config.head_dim % 2:
         raise ConfigError(f"policy.tiny.head_dim must be even (rotary embedding), got {config.head_dim}")
     sizes = ("dim", "layers", "heads", "kv_heads", "head_dim", "ffn", "max_length")
-    return Qwen3Shape(
-        vocab=len(tokens),
-        **{name: getattr(config, name) for name in sizes},
-        rope_theta=1e4,
-        norm_eps=1e-6,
-        tied=config.tied_embeddings,
+    family = import_name(config.architecture, ARCHITECTURES, Architecture)
+    return family(
+        vocab=len(tokens), **{name: getattr(config, name) for name in sizes}, tied=config.tied_embeddings, **family.tiny
     )
 
 
-def _write(directory: Path, config: TinyPolicyConfig, shape: Qwen3Shape) -> None:
+def _write(directory: Path, config: TinyPolicyConfig, shape: Architecture) -> None:
     random = np.random.default_rng(config.seed)
     weights = {
         name: np.ones(size, np.float32)
         if len(size) == 1
-        else (INITIAL_STD * random.standard_normal(size)).astype(np.float32)
+        else (shape.tiny_std * random.standard_normal(size)).astype(np.float32)
         for name, size in shape.tensor_shapes().items()
     }
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -133,16 +133,15 @@ def _write(directory: Path, config: TinyPolicyConfig, shape: Qwen3Shape) -> None
     _write_json(directory / "tokenizer_config.json", settings)
 
 
-def _model_config(shape: Qwen3Shape) -> dict[str, Any]:
+def _model_config(shape: Architecture) -> dict[str, Any]:
+    settings = msgspec.to_builtins(shape)  # transformers 4 reads its rope_theta, transformers 5 the rope_parameters
+    rope = settings.get("rope_parameters") or {"rope_type": "default"}
     return {
-        **msgspec.to_builtins(shape),  # transformers 4 reads its rope_theta, transformers 5 the rope_parameters
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
+        **settings,
+        "rope_parameters": {**rope, "rope_theta": shape.rope_theta},
+        "architectures": [shape.transformers_class],
+        "model_type": shape.model_type,
+        **{name: values[0] for name, values in shape.computed.items() if name != "rope_type"},
         "pad_token_id": PAD_ID,
         "eos_token_id": EOS_ID,
         "bos_token_id": None,

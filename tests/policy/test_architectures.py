@@ -7,7 +7,7 @@ import json
 import pytest
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.models.qwen3 import read_shape
+from titan_rl.policy.models.architecture import read_shape
 
 CONFIG = {
     "model_type": "qwen3",
@@ -42,6 +42,31 @@ def test_the_layout_of_transformers_5_is_read(tmp_path):
     assert new == read(tmp_path)
 
 
+LLAMA = {
+    "model_type": "llama",
+    "head_dim": ...,  # Llama 3.1's
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+
+def test_llama_is_read_in_both_layouts_and_has_no_norms_of_heads(tmp_path):
+    shape = read(tmp_path, **LLAMA)
+    assert (shape.head_dim, shape.rope_theta) == (64, 1e6)
+    assert (shape.rope_parameters.factor, shape.rope_parameters.original_max_position_embeddings) == (8, 8192)
+    new = LLAMA["rope_scaling"] | {"rope_theta": 1e6}
+    assert shape == read(tmp_path, **LLAMA | {"rope_theta": ..., "rope_scaling": None, "rope_parameters": new})
+    assert read(tmp_path, model_type="llama").rope_parameters is None
+    assert read(tmp_path).tensor_shapes().keys() - shape.tensor_shapes().keys() == {
+        f"model.layers.{layer}.self_attn.{which}_norm.weight" for layer in range(28) for which in "qk"
+    }
+
+
 def test_an_untied_model_stores_its_head(tmp_path):
     assert "lm_head.weight" not in read(tmp_path).tensor_shapes()
     assert read(tmp_path, tie_word_embeddings=False).tensor_shapes()["lm_head.weight"] == (151936, 1024)
@@ -50,7 +75,17 @@ def test_an_untied_model_stores_its_head(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"model_type": "llama"}, "'llama'"),
+        ({"model_type": "gemma"}, "'gemma'; the trainer computes 'qwen3', 'llama' only"),
+        (LLAMA | {"mlp_bias": True}, "mlp_bias"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "yarn"}},
+            "yarn'; the trainer computes rope_type = 'default' or 'llama3'",
+        ),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        (
+            {"rope_scaling": LLAMA["rope_scaling"]},
+            "rope_type is 'llama3'; the trainer computes rope_type = 'default' only",
+        ),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "yarn"),
