@@ -79,13 +79,6 @@ SLOWER = {
         "",
         {"gdpo": f"{BOTH} --trainer.loss.name reinforce_pp"},
     ),
-    "AnyEnd": (
-        "two digits, and then whatever comes; scored is that nothing comes",
-        "exact_match",
-        80,
-        "",
-        {"length_penalty": "--rollout.advantage.kwargs.weight 1"},
-    ),
 }
 """What GRPO learns slower than an algorithm: what it is, the score, steps, options, and such algorithms with theirs."""
 GROUPS, MEMBERS = 32, 8

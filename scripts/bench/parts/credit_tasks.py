@@ -34,13 +34,9 @@ class Questions(Copy):
         return Example(prompt=(Message("user", f"{example.answer[0]}="),), answer=example.answer)
 
 
-def digits_right(example: Example, transcript: Transcript) -> list[float]:
-    said = transcript.answer[: len(example.answer)].ljust(len(example.answer))
-    return [float(a == b) for a, b in zip(said, example.answer, strict=True)]
-
-
 def unequal(example: Example, transcript: Transcript) -> dict[str, float]:
-    first, second = digits_right(example, transcript)
+    said = transcript.answer[:2].ljust(2)
+    first, second = (float(a == b) for a, b in zip(said, example.answer, strict=True))
     rest = second + float(len(transcript.answer) == 2 and transcript.stopped)
     return {"reward": 10 * first + 0.5 * rest, "first": first, "rest": rest}
 
@@ -50,14 +46,3 @@ class TwoScales(Copy):
 
     def rubric(self) -> Rubric:
         return Rubric(unequal, Reward(exact_match, weight=0.0))
-
-
-def beginning(example: Example, transcript: Transcript) -> float:
-    return sum(digits_right(example, transcript)) / len(example.answer)
-
-
-class AnyEnd(Copy):
-    """What begins with the right digits is right, whatever comes after them."""
-
-    def rubric(self) -> Rubric:
-        return Rubric(beginning, Reward(exact_match, weight=0.0))
