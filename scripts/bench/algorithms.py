@@ -1,12 +1,17 @@
 """Whether every bundled algorithm learns with the real engine, and what it costs beside GRPO.
 
     python scripts/bench/algorithms.py [--only NAME …] [--seeds 0] [--steps 60] [--table]
+    python scripts/bench/algorithms.py --slower [--only TASK …] [--seeds 0 1 2]
 
 Each copies two digits, of which answers at random get 0.2: the mean reward on held-out prompts before and after, and
 the first step whose sampled answers got `SAMPLED`. Settings are those of the recipe `copy4`, and what an algorithm
 cannot do without; the teacher of `distillation` is a run of GRPO. The cost is the CPU time of a trainer's step ÷ GRPO's
 on the same batches, one after the other in this process, so that it hardly matters what else the machine does.
 `--table` prints the table of policy/README.md. The last line is one JSON object.
+
+`--slower` trains what GRPO learns slower than an algorithm that is made for it, with both, and prints that table:
+held-out score after the last step, and the first step whose sampled answers got `LEVEL`, of each seed. The last line
+has the share of those algorithms whose mean score is better than GRPO's.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from titan_rl.policy.updater import PolicyUpdater
 from titan_rl.train import VERB, resolve
 from titan_rl.types import NO_VERSION, TrainingSample
 
+TASKS = Path(__file__).with_name("parts") / "credit_tasks.py"
 ENOUGH = 0.3
 """Of the reward: what it rises by if the algorithm learns."""
 SAMPLED = 0.4
@@ -54,6 +60,27 @@ SETTINGS = {
     "ppo": ["--trainer.critic.coefficient", "0.5"],
 }
 RECIPE = ["--recipe", "copy4", "--environment.kwargs.digits", "2"]
+LEVEL = 0.2
+"""Of the score of a step's sampled answers."""
+NOW = "--rollout.advantage.kwargs.gamma 0"  # a turn earns its own reward alone
+BOTH = "--rollout.advantage.kwargs.scores.first 1 --rollout.advantage.kwargs.scores.rest 1"
+SLOWER = {
+    "Questions": (
+        "eight questions, each answer has a reward of its own",
+        "reward",
+        60,
+        "--environment.kwargs.digits 8 --rollout.sampling.max-new-tokens 2 --loop.groups-per-step 8",
+        {"discounted": NOW, "gigpo": NOW},
+    ),
+    "TwoScales": (
+        "two digits, the first earns twenty times the second",
+        "exact_match",
+        80,
+        "",
+        {"gdpo": f"{BOTH} --trainer.loss.name reinforce_pp"},
+    ),
+}
+"""What GRPO learns slower than an algorithm: what it is, the score, steps, options, and such algorithms with theirs."""
 GROUPS, MEMBERS = 32, 8
 TURNS, FIRST = 40, 4
 """Steps of each that are compared, and those before that are not."""
@@ -73,8 +100,10 @@ def settings(name: str, teacher: Path) -> list[str]:
     return options
 
 
-def run(steps: int, seed: int, runs: Path, *options: str) -> tuple[float, float, float]:
-    """Held-out reward before and after so many steps, and the first step that sampled well. Raises RuntimeError where
+def run(
+    steps: int, seed: int, runs: Path, *options: str, score: str = "reward", level: float = SAMPLED
+) -> tuple[float, float, float]:
+    """Held-out score before and after so many steps, and the first step that sampled well. Raises RuntimeError where
     the run fails."""
     bounds = ["--loop.steps", str(steps), "--evaluation.every", str(steps), "--evaluation.target-exact-match", "0"]
     where = ["--seed", str(seed), "--logging.directory", str(runs)]
@@ -84,9 +113,29 @@ def run(steps: int, seed: int, runs: Path, *options: str) -> tuple[float, float,
         raise RuntimeError(f"{' '.join(options)}: {done.stderr[-2000:]}")
     (file,) = runs.glob("*/metrics.jsonl")
     lines: list[dict[str, Any]] = [json.loads(line) for line in file.open()]
-    rewards = [line["evaluation/reward"] for line in lines if "evaluation/reward" in line]
-    sampled = (line["step"] for line in lines if line.get("rollout/reward_mean", 0) >= SAMPLED)
-    return rewards[0], rewards[-1], next(sampled, math.inf)
+    held_out = [line[f"evaluation/{score}"] for line in lines if f"evaluation/{score}" in line]
+    mean = "rollout/reward_mean" if score == "reward" else f"reward/{score}"
+    sampled = (line["step"] for line in lines if line.get(mean, 0) >= level)
+    return held_out[0], held_out[-1], next(sampled, math.inf)
+
+
+def slower(names: Sequence[str], seeds: Sequence[int]) -> None:
+    """Prints a row for every algorithm on the tasks of these names, GRPO's first; and the share that beat it."""
+    beaten = []
+    print("| task | algorithm | held-out score, by seed | first step, by seed |\n|---|---|---|---|", flush=True)
+    for name in names:
+        what, score, steps, options, others = SLOWER[name]
+        means = []
+        for algorithm, own in {"grpo": "", **others}.items():
+            named = f"--environment.name {TASKS}:{name} {options} --rollout.advantage.name {algorithm} {own}".split()
+            with tempfile.TemporaryDirectory() as kept:
+                ends = [run(steps, seed, Path(kept, f"{seed}"), *named, score=score, level=LEVEL) for seed in seeds]
+            firsts = ("–" if math.isinf(first) else f"{first:.0f}" for *_, first in ends)
+            after = ", ".join(f"{held_out:.2f}" for _, held_out, _ in ends)
+            print(f"| {what} | `{algorithm}` | {after} | {', '.join(firsts)} |", flush=True)
+            means.append(statistics.mean(held_out for _, held_out, _ in ends))
+        beaten += [each > means[0] for each in means[1:]]
+    print(json.dumps({"beat_grpo_share": statistics.mean(beaten)}))
 
 
 def trainer(*options: str) -> tuple[PolicyUpdater, int]:
@@ -147,8 +196,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=60, help="of a run")
     parser.add_argument("--table", action="store_true", help="print the table in Markdown, too")
+    parser.add_argument("--slower", action="store_true", help=f"train {', '.join(SLOWER)}, which GRPO learns slower")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "RANK": "0", "WORLD_SIZE": "1"}
+    if options.slower:
+        return slower(options.only or list(SLOWER), options.seeds)
     torch.set_num_threads(1)
     names = sorted(options.only or catalogue())
     rows: list[list[Any]] = []

@@ -73,6 +73,13 @@ def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
     assert found.best == 1 and chosen["trainer.warmup.steps"] == 2000, "by chance nobody says zzz"
 
 
+def test_demonstrations_that_are_not_graded_are_taught_where_nothing_at_random_is_rewarded(tmp_path):
+    ungraded = ASKS.replace('messages=turns, answer="xx")', "messages=turns)")
+    found, chosen = chosen_for(HEAD + ungraded, tmp_path)
+    assert found.best == 0 and found.lucky == 0, "all rewards are 0: none of them is a right answer"
+    assert chosen["trainer.warmup.steps"] == 2000
+
+
 FIND = """
 from titan_rl.environments.base import Environment, ToolError, tool
 def right(example, transcript): return float(transcript.answer == example.answer)

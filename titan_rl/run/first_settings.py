@@ -147,7 +147,9 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
                 played.append(await player.play(_asked(player, index, SAMPLES)))
         _read(found, (each for group in played for each in group))
         worst_right = found.best - (1 - RIGHT) * abs(found.best)
-        if len(played) >= FEWEST_GROUPS:
+        if found.best <= 0 and all(each.error or each.reward == found.best for group in played for each in group):
+            found.lucky = 0.0  # nothing was seen to be better than anything else
+        elif len(played) >= FEWEST_GROUPS:
             found.lucky = fmean(not each.error and each.reward >= worst_right for group in played for each in group)
         at_once = not (player.info.multi_turn or player.info.tools or player.info.plays)
         answered = all(check.answers[: len(check.training)])

@@ -1,7 +1,7 @@
 """Clip-Cov: the few tokens that carry the collapse of the entropy lose their gradient. (arXiv:2505.22617)
 
 When     entropy falls to 0 early and an entropy bonus makes the policy noisy.
-Is       r A, without the tokens whose covariance of logprob and advantage is within [low, high], section 4.2.
+Is       r A, without the tokens whose covariance of logprob and advantage is within [low, high], eq. 10 to 12.
 Is not   a clip by the ratio.
 Differs  a token's covariance is A (logprob - mean of its sample): the group's mean advantage is 0, and a mean over the
          batch would make the gradient depend on what else is computed. All tokens in the band are taken, not a drawn

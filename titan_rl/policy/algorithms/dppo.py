@@ -3,7 +3,7 @@
 When     vocabularies are large: a rare token's ratio leaves PPO's band though nothing has moved, a likely one's stays
          in it though much has.
 Is       r A, without the tokens that push away from r = 1 and whose divergence is above `limit`: total variation
-         |pi - mu| or KL(mu || pi), both of the sampled token against all others together (section 4, binary forms).
+         |pi - mu| or KL(mu || pi), both of the sampled token against all others together, eq. 12 to 14.
 Is not   exact divergence over the vocabulary: it is a lower bound of that.
 Differs  the limit's default is ours.
 Run      --trainer.loss.name dppo

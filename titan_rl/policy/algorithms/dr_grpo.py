@@ -1,7 +1,8 @@
 """GRPO done right: no division by the group's deviation, none by an answer's length. (arXiv:2503.20783)
 
 When     easy and hard prompts should weigh as their rewards say, and long wrong answers should not be spared.
-Is       A_i = r_i - mean r, and the sum over an answer's tokens, section 3.2: both terms that GRPO divides by are gone.
+Is       A_i = r_i - mean r, and the sum over an answer's tokens, section 3.2: eq. 3 without the two terms
+         that GRPO divides by, which is PPO's eq. 2.
 Is not   a new clip: the loss is GRPO's.
 Differs  not from the equation; the authors' code divides by the longest length, which only scales the gradient.
 Run      --rollout.advantage.name dr_grpo --trainer.loss.name dr_grpo

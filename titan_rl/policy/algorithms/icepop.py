@@ -1,7 +1,7 @@
 """IcePop: tokens that trainer and engine disagree about are left out, on both sides. (arXiv:2510.18855)
 
 When     the engine computes otherwise than the trainer, as with mixtures of experts, and some tokens are far off.
-Is       sg[r] A log pi where low <= r <= high, else 0. sg: as a constant.
+Is       sg[r] A log pi where low <= r <= high, else 0: eq. 3, with M of eq. 2. sg: as a constant.
 Is not   a truncation: what is outside has no gradient, and counts in the denominator.
 Differs  there is one ratio here, for age and engine alike, and so no clip inside the band. Every token weighs
          alike instead of every sample: `aggregation` "sample_mean" is the paper's.

@@ -2,7 +2,7 @@
 
 When     as Clip-Cov, more gently.
 Is       r A, minus weight * (log r)^2 / 2 for the tokens whose covariance of logprob and advantage is above `limit`,
-         section 4.2.
+         eq. 10, 13 and 14.
 Is not   a KL term for all tokens, which is `trainer.kl`.
 Differs  the covariance is `clip_cov`'s; tokens are chosen by a limit and not by a share of the batch; the penalty is
          k2, whose gradient is the KL's own near r = 1.

@@ -2,7 +2,7 @@
 
 When     answers grow without getting better.
 Is       with x = 1/2 - (length - shortest) / (longest - shortest) of the group: r_i + weight * x for a right answer,
-         r_i + weight * min(0, x) for a wrong one, section 2.3.3; then GRPO's advantages.
+         r_i + weight * min(0, x) for a wrong one, section 2.3.3, whose equation has no number; then GRPO's advantages.
 Is not   a limit: nothing is cut, and a group of equal lengths gets no such reward.
 Differs  lengths are of all turns of a rollout together.
 Run      --rollout.advantage.name length_penalty --rollout.advantage.kwargs.weight 0.2

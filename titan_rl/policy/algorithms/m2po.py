@@ -2,7 +2,8 @@
 
 When     samples are many versions old and a clip throws away most of what they teach.
 Is       r A, without as many of the tokens with the largest (log r)^2 as it takes for the mean of the others to be at
-         most `limit`; only tokens that push away from r = 1 are counted and left out, as PPO's clip does.
+         most `limit`; only tokens that push away from r = 1 are counted and left out, as PPO's clip does: eq. 4 and 5,
+         algorithm 1.
 Is not   a bound for single tokens.
 Differs  the mean is over a sample's tokens and not over the batch, so that the gradient does not depend on which
          samples are computed together.

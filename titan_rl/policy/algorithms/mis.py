@@ -2,7 +2,8 @@
 stability")
 
 When     trainer and engine disagree about whole answers, and those are better left out.
-Is       sg[w] A log pi with w the product of the answer's ratios, 0 where w > cap. sg: as a constant.
+Is       sg[w] A log pi with w the product of the answer's ratios, 0 where w > cap. sg: as a constant. The source is a
+         blog post; its equations have no numbers.
 Is not   for long answers far off-policy: the product soon is 0 or above every cap.
 Differs  an answer is what one sample trains.
 Run      --trainer.loss.name mis

@@ -1,9 +1,10 @@
 """REINFORCE++: rewards as they are, standardized over the whole step instead of their group. (arXiv:2501.03262)
 
 When     groups are small, or prompts differ so much that a group's own deviation misleads.
-Is       A = (R - mean over the step) / std over the step, over all trained tokens; PPO's clip.
+Is       A = (R - mean over the step) / std over the step, over all trained tokens, eq. 5; PPO's clip, eq. 1.
 Is not   a comparison within the group: the prompt's difficulty stays in the advantage (see `reinforce_pp_baseline`).
-Differs  the KL penalty of its return is `trainer.kl.in_reward`, no part of mean or deviation; 1e-8 is added to that.
+Differs  the KL penalty of its return, eq. 4, is `trainer.kl.in_reward`, no part of mean or deviation; 1e-8 is added to
+         that.
 Run      --rollout.advantage.name reinforce_pp --trainer.loss.name reinforce_pp
 """
 

@@ -1,7 +1,7 @@
 """REINFORCE leave-one-out: every rollout is compared with the mean of the others. (arXiv:2402.14740)
 
 When     an unbiased baseline matters more than the scale of the advantages.
-Is       A_i = r_i - mean of r_j over j != i, section 2.3.
+Is       A_i = r_i - mean of r_j over j != i, section 2.3: the estimator after eq. 8, which has no number.
 Is not   divided by a deviation: with a leave-one-out baseline that explodes where the others are equal.
 Differs  not from the equation. A rollout without siblings gets 0: it has nothing to be compared with.
 Run      --rollout.advantage.name rloo --trainer.loss.name reinforce
