@@ -53,7 +53,6 @@ ENDED_BY = {
     "gateway/app.py:close": "the HTTP server ends its calls when the keys are ended; the caller has a bound",
     "gateway/app.py:ended": "stays open: `Supervisor` watches it for as long as the gateway lives",
     "gateway/callers.py:idle": "open calls end with their requests; the end of the rollout",
-    "gateway/callers.py:cancel_when": "the end that it is given",
     "gateway/sampling.py:__anext__": "the requests, which end",
     "run/run.py:work": "a signal or a fault: `run_serving` watches for both",
     "supervision/run_end.py:unless_given_up": "the work, whose calls wait so long for a trainer that is replaced",

@@ -21,12 +21,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from titan_rl.errors import ActorFailed, TitanError
 from titan_rl.gateway import anthropic, gemini, openai_routes, responses
 from titan_rl.gateway.answers import JsonResponse
-from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancel_when
+from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancelled_by
 from titan_rl.gateway.calls import ApiError, Fleet, ServedPolicy, api_error
 from titan_rl.gateway.config import GatewayConfig, listen
 from titan_rl.gateway.json_route import ERRORS, description
@@ -53,8 +53,8 @@ MOST_CONNECTIONS = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 """With more, the oldest that has no call open is cut off, or the new one where all have. Without a limit, connections
 could use up this process's descriptors."""
 MOST_HEADER_BYTES = 64 << 10
-"""Of one call; a longer one is answered 400. httptools, uvicorn's other parser, takes any number of bytes, and costs
-the gateway 6 % less CPU."""
+"""Of one call, its path among them; a longer one is answered 400."""
+HEAD_TOO_LONG = f"the head of the call is longer than {MOST_HEADER_BYTES} bytes"
 OPEN_PATHS = ("/health",)
 """What anybody may ask: load balancers have no key."""
 CLIENT_GONE = 499
@@ -79,7 +79,8 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         known = keys.caller(api_key(request.scope)) is not None
         try:
             async with asyncio.timeout(HEALTH_SECONDS):
-                members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
+                with cancelled_by(request.scope[CALLER].ended):
+                    members = await fleet.fleet_status()
         except TimeoutError:
             problem = f"the router did not answer within {HEALTH_SECONDS} s"
             raise ApiError(503, problem, code="engine_unavailable") from None
@@ -99,7 +100,8 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus(request: Request) -> Response:
         """Counters and gauges for Prometheus."""
-        members = await cancel_when(fleet.fleet_status(), request.scope[CALLER].ended)
+        with cancelled_by(request.scope[CALLER].ended):
+            members = await fleet.fleet_status()
         return Response(metrics.exposition(members), media_type=PROMETHEUS_TEXT)
 
     async def refused(request: Request, error: Exception) -> Response:
@@ -171,7 +173,6 @@ class GatewayServer:
             uvicorn.Config(
                 build_app(config, fleet, policy, self.keys),
                 http=BoundedConnection,
-                h11_max_incomplete_event_size=MOST_HEADER_BYTES,
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -203,12 +204,14 @@ class GatewayServer:
         await asyncio.wait([self._running])
 
 
-class BoundedConnection(H11Protocol):
-    """uvicorn's, which waits for ever for a head that does not come and for a client that does not read, and counts no
-    connections without a call."""
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's, which takes heads of any length, waits for ever for one that does not come and for a client that does
+    not read, and counts no connections without a call."""
 
     _until_head: asyncio.TimerHandle | None = None
     _until_read: asyncio.TimerHandle | None = None
+    _head_bytes = 0
+    """Of a head that is on its way."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -221,6 +224,14 @@ class BoundedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self._watch()
+        self._head_bytes = self._head_bytes + len(data) if self.waits else 0
+        if self._head_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response(HEAD_TOO_LONG)
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MOST_HEADER_BYTES:
+            raise ValueError(HEAD_TOO_LONG)  # uvicorn answers it with a 400
+        super().on_headers_complete()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -302,8 +313,9 @@ class CallMiddleware:
             with caller.call_open():
                 try:
                     async with asyncio.timeout(BODY_SECONDS):
-                        wanted = scope["path"] not in OPEN_PATHS  # strangers could hold connections with endless bodies
-                        body = await cancel_when(self._body(receive), caller.ended) if wanted else b""
+                        with cancelled_by(caller.ended):
+                            wanted = scope["path"] not in OPEN_PATHS  # strangers could hold connections by long bodies
+                            body = await self._body(receive) if wanted else b""
                 except TimeoutError:
                     problem = f"the request body did not arrive within {BODY_SECONDS} s"
                     raise ApiError(408, problem, headers={"Connection": "close"}) from None
@@ -314,7 +326,8 @@ class CallMiddleware:
 
                 gone = asyncio.ensure_future(_hung_up(receive))
                 try:
-                    await cancel_when(self.app({**scope, CALLER: caller}, whole_body, send), gone)
+                    with cancelled_by(gone):
+                        await self.app({**scope, CALLER: caller}, whole_body, send)
                 finally:
                     gone.cancel()
         except (ApiError, TitanError) as error:

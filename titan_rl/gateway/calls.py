@@ -118,13 +118,15 @@ class CompletionCall:
         error.param = error.param or self.names.get("prompt")
         return error
 
-    def check_length(self, policy: ServedPolicy) -> None:
+    def check_length(self, policy: ServedPolicy) -> int:
         """Refuse a prompt that cannot fit before it is tokenized, which takes the render thread a second per megabyte.
+        Returns the characters that will be tokenized.
 
         No token stands for more than `renderer.longest_token` characters. Tokenizers may compose up to four characters
         outside of ASCII into one (NFC). Raises RequestTooLong: there is such a text.
         """
         most = max(SHORT_TEXT, policy.max_model_len * policy.renderer.longest_token)
+        characters = 0
         for prompt in self.prompts:
             if isinstance(prompt, list):
                 if len(prompt) >= policy.max_model_len:
@@ -132,12 +134,14 @@ class CompletionCall:
                     raise errors.RequestTooLong(problem)
                 continue
             text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+            characters += len(text)
             longest = len(text) if text.isascii() else len(text) // 4
             if longest > most:
                 raise errors.RequestTooLong(
                     f"the text of {longest} characters cannot fit: max_model_len ({policy.max_model_len}) tokens hold "
                     f"at most {most}"
                 )
+        return characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
