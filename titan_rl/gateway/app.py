@@ -12,6 +12,7 @@ import re
 import resource
 import uuid
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -78,9 +79,8 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         """200 while a generator serves. Only callers with a key are told why none does: that names paths and hosts."""
         known = keys.caller(api_key(request.scope)) is not None
         try:
-            async with asyncio.timeout(HEALTH_SECONDS):
-                with cancelled_by(request.scope[CALLER].ended):
-                    members = await fleet.fleet_status()
+            async with asyncio.timeout(HEALTH_SECONDS), cancelled_by(request.scope[CALLER].ended):
+                members = await fleet.fleet_status()
         except TimeoutError:
             problem = f"the router did not answer within {HEALTH_SECONDS} s"
             raise ApiError(503, problem, code="engine_unavailable") from None
@@ -100,7 +100,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus(request: Request) -> Response:
         """Counters and gauges for Prometheus."""
-        with cancelled_by(request.scope[CALLER].ended):
+        async with cancelled_by(request.scope[CALLER].ended):
             members = await fleet.fleet_status()
         return Response(metrics.exposition(members), media_type=PROMETHEUS_TEXT)
 
@@ -116,25 +116,12 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     for kind in (ApiError, TitanError, RequestValidationError, HTTPException, RecursionError):
         app.add_exception_handler(kind, refused)
     app.openapi = lambda: description(app)  # type: ignore[method-assign]
-    app.add_middleware(
-        CallMiddleware,
-        keys=keys,
-        metrics=metrics,
-        paths=frozenset(
-            path
-            for route in app.routes
-            if "{" not in (path := getattr(route, "path", "").replace("{model:path}", policy.name))
-        ),
-        max_body_bytes=config.max_body_bytes,
-    )
+    named = (getattr(route, "path", "").replace("{model:path}", policy.name) for route in app.routes)
+    paths, most = frozenset(path for path in named if "{" not in path), config.max_body_bytes
+    app.add_middleware(CallMiddleware, keys=keys, metrics=metrics, paths=paths, max_body_bytes=most)
     if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id"],
-        )
+        allowed: dict[str, Any] = {"allow_origins": config.cors_origins, "allow_methods": ["*"], "allow_headers": ["*"]}
+        app.add_middleware(CORSMiddleware, **allowed, expose_headers=["x-request-id"])
     return app
 
 
@@ -169,19 +156,10 @@ class GatewayServer:
             if config.rollout_keys
             else ApiKeys(policy, config.api_key)
         )
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                build_app(config, fleet, policy, self.keys),
-                http=BoundedConnection,
-                ws="none",
-                log_config=None,
-                access_log=False,
-                lifespan="off",
-                backlog=BACKLOG,
-                timeout_keep_alive=IDLE_SECONDS,
-                timeout_graceful_shutdown=CLOSE_SECONDS,
-            )
-        )
+        options: dict[str, Any] = {"ws": "none", "log_config": None, "access_log": False, "lifespan": "off"}
+        options |= {"backlog": BACKLOG, "timeout_keep_alive": IDLE_SECONDS, "timeout_graceful_shutdown": CLOSE_SECONDS}
+        app = build_app(config, fleet, policy, self.keys)
+        self._server = uvicorn.Server(uvicorn.Config(app, http=BoundedConnection, **options))
         self._running = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))
 
     @property
@@ -312,10 +290,9 @@ class CallMiddleware:
             caller = self._caller(scope)
             with caller.call_open():
                 try:
-                    async with asyncio.timeout(BODY_SECONDS):
-                        with cancelled_by(caller.ended):
-                            wanted = scope["path"] not in OPEN_PATHS  # strangers could hold connections by long bodies
-                            body = await self._body(receive) if wanted else b""
+                    async with asyncio.timeout(BODY_SECONDS), cancelled_by(caller.ended):
+                        wanted = scope["path"] not in OPEN_PATHS  # strangers could hold connections with endless bodies
+                        body = await self._body(receive) if wanted else b""
                 except TimeoutError:
                     problem = f"the request body did not arrive within {BODY_SECONDS} s"
                     raise ApiError(408, problem, headers={"Connection": "close"}) from None
@@ -326,7 +303,7 @@ class CallMiddleware:
 
                 gone = asyncio.ensure_future(_hung_up(receive))
                 try:
-                    with cancelled_by(gone):
+                    async with cancelled_by(gone):
                         await self.app({**scope, CALLER: caller}, whole_body, send)
                 finally:
                     gone.cancel()

@@ -14,8 +14,8 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import TypeVar
 
 import numpy as np
@@ -242,29 +242,23 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-@contextmanager
-def cancelled_by(end: asyncio.Future[E]) -> Iterator[None]:
+@asynccontextmanager
+async def cancelled_by(end: asyncio.Future[E]) -> AsyncIterator[None]:
     """When `end` is done, what the block waits for is cancelled, and the result of `end` is raised. A task for the
     block alone would cost a call two more turns of the loop."""
-    task = asyncio.current_task()
-    assert task is not None
-    before, cut, over = task.cancelling(), False, False
+    limit = asyncio.timeout(None)
 
-    def cancel(_: object) -> None:
-        nonlocal cut
-        if not over:  # a future that was done before calls back late
-            cut = True
-            task.cancel()
+    def expire(_: object) -> None:
+        with suppress(RuntimeError):  # the block was left in this turn of the loop
+            limit.reschedule(0)
 
-    end.add_done_callback(cancel)
+    end.add_done_callback(expire)
     try:
-        yield
-    except asyncio.CancelledError:
-        if cut and task.cancelling() - 1 <= before:
+        async with limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
             raise end.result() from None
         raise
     finally:
-        over = True
-        end.remove_done_callback(cancel)
-        if cut:
-            task.uncancel()
+        end.remove_done_callback(expire)

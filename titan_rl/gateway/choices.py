@@ -245,11 +245,6 @@ class ChoiceReader:
         self._sent = 0  # pieces
         self._called = 0  # calls that were sent
 
-    @property
-    def is_short(self) -> bool:
-        """So far, so that a further token is read in less than a millisecond."""
-        return len(self._text.tokens) <= PARSE_EACH
-
     def read_next(self, what: Piece | Completion) -> Delta | None:
         """The delta that can be sent after these tokens; None: nothing yet. The last one has the complete choice: after
         the completion, or after the piece that completes a stop text."""

@@ -22,14 +22,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.gateway.callers import Caller
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta, Fleet, ServedPolicy, api_error
-from titan_rl.gateway.choices import ChoiceReader
+from titan_rl.gateway.choices import PARSE_EACH, ChoiceReader
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 T = TypeVar("T")
 
 QUICK_TEXT = 2 << 10
-"""Characters that tokenize within two milliseconds."""
+"""Characters and tokens that are read within two milliseconds."""
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -65,9 +65,8 @@ class Sampler:
         """Every delta, as tokens come; a choice whose stop text was found is not sampled any further. As `whole`."""
         async with self._sampled(call, caller, stream=True) as (readers, sampled):
             async for index, what in sampled:
-                reader = readers[index]
-                quick = isinstance(what, Piece) and reader.is_short
-                delta = await self._jobs.run(functools.partial(reader.read_next, what), quick=quick)
+                read = functools.partial(readers[index].read_next, what)
+                delta = await self._jobs.run(read, quick=isinstance(what, Piece) and what.end <= PARSE_EACH)
                 if delta is None:
                     continue
                 if delta.choice is not None:
@@ -158,12 +157,8 @@ class SampleStream:
         await _cancel(list(self._open.values()))
 
     async def _sample(self, fleet: Fleet, index: int, request: GenerationRequest, *, stream: bool) -> None:
-        if not stream:
-            self._add(index, await fleet.generate(request))
-            return
-        async with aclosing(fleet.stream(request)) as pieces:
-            async for each in pieces:
-                self._add(index, each)
+        add = functools.partial(self._add, index)
+        add(await (fleet.stream(request, add) if stream else fleet.generate(request)))
 
     def _add(self, index: int, what: Piece | Completion) -> None:
         if isinstance(what, Completion) and what.finish_reason is FinishReason.ABORT:
