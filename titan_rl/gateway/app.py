@@ -188,8 +188,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     _until_head: asyncio.TimerHandle | None = None
     _until_read: asyncio.TimerHandle | None = None
-    _head_bytes = 0
-    """Of a head that is on its way."""
+    _head_bytes = 0  # of a head that is on its way
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

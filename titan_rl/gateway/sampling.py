@@ -54,9 +54,8 @@ class Sampler:
         failed."""
         async with self._sampled(call, caller, stream=False) as (readers, sampled):
             completions = {index: each async for index, each in sampled if isinstance(each, Completion)}
-            deltas = await self._jobs.run(
-                lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
-            )
+            ends = [completions[index] for index in range(len(readers))]
+            deltas = await self._jobs.run(lambda: [*map(ChoiceReader.finish, readers, ends)])
             for delta in deltas:
                 self._answered(delta, call, caller)
         return deltas
@@ -199,14 +198,12 @@ class RenderJobs:
         """What `job` returns or raises. In the thread the jobs have their turns, and a job whose caller is cancelled
         before its turn does not run. `quick`: it may run at once and on the loop, if the thread does nothing."""
         if quick and self._renders.acquire(blocking=False):
-            return self._run(job)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run_in_turn, job)
+            return self._run(job, waits=False)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, job)
 
-    def _run_in_turn(self, job: Callable[[], T]) -> T:
-        self._renders.acquire()
-        return self._run(job)
-
-    def _run(self, job: Callable[[], T]) -> T:
+    def _run(self, job: Callable[[], T], waits: bool = True) -> T:
+        if waits:
+            self._renders.acquire()
         try:
             return job()
         except Exception:
