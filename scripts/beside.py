@@ -1,3 +1,4 @@
+#!/usr/bin/env python
 """Runs Python in an environment that has one client of tests/clients/requirements.toml over this one.
 
     .venv/bin/python scripts/beside.py smolagents DIRECTORY -m titan_rl.train --recipe …
