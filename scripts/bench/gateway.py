@@ -8,10 +8,10 @@ from this process. They take turns, so that a change of the machine's speed hits
 the rounds. `ttft_*` is the time from sending a call to the first event of its stream of 128 tokens, at one client:
 both servers send tokens as they are sampled. `streaming_*` are tokens per second when all 64 clients stream. `vllm_*`
 is what vLLM's own benchmark client (`vllm bench serve`) says of as many streams, of prompts that it draws itself.
+`…_one` is of one generator: at the end all others are put to sleep.
 
 Both compute with vLLM's packed copies of the weights, as `titan-rl serve` does, with one thread per engine. Both have
-the whole machine: the api_server its one engine, the gateway a fleet of `--generators`; `--generators 1` compares
-engine with engine.
+the whole machine: the api_server its one engine, the gateway a fleet of `--generators`.
 
 As little HTTP client as there can be: what a server is measured with must cost next to nothing itself.
 """
@@ -39,6 +39,7 @@ import httpx
 from parts.fleet import POLICY, PROMPT_TOKENS, make_request
 from parts.table import print_report
 
+from titan_rl.actors.router import GeneratorRouter
 from titan_rl.config import RunConfig
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
@@ -254,6 +255,15 @@ async def measure(rounds: int, generators: int) -> None:
             for number in range(rounds):
                 for name, url in list(urls.items())[:: 1 if number % 2 else -1]:
                     told[name].append(await by_vllms_client(url, model_directory(config), number))
+            _, *others = await up.router.fleet_status()
+            for other in others:
+                await up.router.call(GeneratorRouter.sleep, other.name)
+            one: dict[str, list[float]] = {name: [] for name in urls}
+            for number in range(rounds):
+                for name in list(urls)[:: 1 if number % 2 else -1]:
+                    requests = requests_of(name, 3 * (rounds + 1) + number)
+                    started = time.perf_counter()
+                    one[name].append(await contenders[name](requests) / (time.perf_counter() - started))
             for client in [*clients[GATEWAY], *clients[API_SERVER]]:
                 await client.close()
 
@@ -267,6 +277,7 @@ async def measure(rounds: int, generators: int) -> None:
         "rounds": rounds,
         "ratio_to_router": round(ratio(ROUTER), 3),
         "ratio_to_api_server": round(ratio(API_SERVER), 3),
+        "ratio_to_api_server_one": round(ratio(API_SERVER, one), 3),
         **{f"tokens_per_second_{name}": round(statistics.median(each)) for name, each in speeds.items()},
         **{f"ttft_ms_{name}": round(statistics.median(each), 1) for name, each in first.items()},
         "ttft_ratio_to_api_server": round(ratio(API_SERVER, first), 3),

@@ -85,8 +85,17 @@ class Fleet:
         await asyncio.gather(call, return_exceptions=True)
         await self._clients[call].fleet_status()
 
-    def stream(self, each: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        return self.router.stream(each)
+    async def stream(self, each: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+        """What `RouterClient.stream` tells, and then its completion."""
+        told: asyncio.Queue[Piece | None] = asyncio.Queue()
+        call = asyncio.create_task(self.router.stream(each, told.put_nowait))
+        call.add_done_callback(lambda _: told.put_nowait(None))
+        try:
+            while (piece := await told.get()) is not None:
+                yield piece
+            yield call.result()
+        finally:
+            call.cancel()
 
     def pull(self, *steps: int) -> asyncio.Task[Any]:
         """Have these served, and no others; done when the newest is."""

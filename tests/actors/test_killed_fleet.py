@@ -30,16 +30,10 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Morta
 
 async def streamed(router: RouterClient, number: int, begun: asyncio.Event) -> Completion:
     """Asserts that the pieces are the completion."""
-    tokens: list[int] = []
-    completion: Completion | None = None
-    async for each in router.stream(request(number)):
-        begun.set()
-        if isinstance(each, Piece):
-            assert each.offset == len(tokens)
-            tokens += each.token_ids.tolist()
-        else:
-            completion = each
-    assert completion is not None and completion.token_ids.tolist() == tokens
+    pieces: list[Piece] = []
+    completion = await router.stream(request(number), lambda piece: begun.set() or pieces.append(piece))
+    assert [piece.offset for piece in pieces] == [0, *(piece.end for piece in pieces[:-1])]
+    assert completion.token_ids.tolist() == [token for piece in pieces for token in piece.token_ids.tolist()]
     return completion
 
 

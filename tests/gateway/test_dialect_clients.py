@@ -201,11 +201,9 @@ async def test_the_events_of_anthropic_come_in_its_order(chat: Renderer) -> None
 
 async def test_a_stream_that_fails_ends_with_its_error(chat: Renderer, dialect: Dialect) -> None:
     class Half(ScriptedFleet):
-        async def stream(self, request):
-            async for each in super().stream(request):
-                yield each
-                if each.offset > 8:
-                    raise GeneratorFailed("generator0 died")
+        async def stream(self, request, on_piece):
+            await super().stream(request, lambda piece: piece.offset < 10 and on_piece(piece))
+            raise GeneratorFailed("generator0 died")
 
     app = app_over(Half(chat, SAYS), policy_of(chat, LENGTH))
     with pytest.raises(Exception, match="generator0 died"):

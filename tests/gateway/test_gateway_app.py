@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -90,11 +90,10 @@ async def test_a_completion_that_somebody_else_aborted_is_a_503(renderer):
 
 async def test_a_failure_after_the_first_tokens_is_an_event_before_the_streams_end(renderer):
     class Half(PlayedFleet):
-        async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-            async for each in super().stream(request):
-                yield each
-                await asyncio.sleep(0)  # the first tokens are on their way
-                raise GeneratorFailed("generator0 died")
+        async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
+            await super().stream(request, lambda piece: piece.offset or on_piece(piece))
+            await asyncio.sleep(0)  # the first tokens are on their way
+            raise GeneratorFailed("generator0 died")
 
     answer = await complete(Half(), renderer, stream=True)
     assert answer.status_code == 200

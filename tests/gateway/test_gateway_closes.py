@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import httpx
 import openai
@@ -26,11 +26,10 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "1"}]}
 class HalfSaid(ScriptedFleet):
     """Streams its text and then never ends."""
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        async for each in super().stream(request):
-            if isinstance(each, Completion):
-                await self._never()
-            yield each
+    async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
+        completion = await super().stream(request, on_piece)
+        await self._never()
+        return completion
 
 
 async def opened(renderer: SymbolRenderer, fleet: ScriptedFleet, *, rollout_keys: bool):

@@ -19,11 +19,13 @@ REFUSED = (*ANSWERED, "/v1/responses", "/v1/messages", f"/v1beta/models/{MODEL}:
 """A text that the symbols can write is seldom made up."""
 EXAMPLES = 20
 """Per operation."""
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance"
 SECONDS = 400
 
 
 async def fuzz(up: Supervisor, directory: Path, key: str = "", *, phases: str = "examples,coverage,fuzzing") -> str:
-    """No request is a server error or leaves work behind, and some get through. Returns the metrics afterwards.
+    """No request is a server error, gets an answer that is not described, or leaves work behind, and some get through.
+    Returns the metrics afterwards.
 
     Args:
         directory: schemathesis keeps there what it found.
@@ -44,7 +46,7 @@ async def fuzz(up: Supervisor, directory: Path, key: str = "", *, phases: str = 
         file.write_text(json.dumps(description))
         command = [
             *(sys.executable, "-m", "schemathesis.cli", "run", str(file), "--url", up.gateway.url),
-            *("--checks", "not_a_server_error", "--mode", "all", "--phases", phases),
+            *("--checks", CHECKS, "--mode", "all", "--phases", phases),
             *(word for name, value in headers.items() for word in ("--header", f"{name}: {value}")),
             *("--max-examples", str(EXAMPLES), "--seed", "6", "--request-timeout", str(SECONDS)),
         ]

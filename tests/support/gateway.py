@@ -5,7 +5,7 @@ app alone, over a fleet that says what the test wants.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,12 +158,12 @@ class ScriptedFleet:
             else FinishReason.LENGTH,
         )
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+    async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
         completion = await self.generate(request)
         for place in range(len(completion.token_ids)):
             sampled = sampled_arrays(completion, start=place, end=place + 1)
-            yield Piece(request_id=request.request_id, offset=place, **sampled)
-        yield completion
+            on_piece(Piece(request_id=request.request_id, offset=place, **sampled))
+        return completion
 
     async def until(self, open_requests: int) -> None:
         async with self.changed:

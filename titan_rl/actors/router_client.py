@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,7 +34,7 @@ class RouterClient(RequestClient):
         super().__init__(actor, name=name, who=who, is_replaced=is_replaced)
         self._seconds = seconds  # limit of a call that waits for no generator
         self._completions: dict[str, asyncio.Future[Completion]] = {}
-        self._inboxes: dict[str, asyncio.Queue[Piece | None]] = {}  # None: the completion is there, or will never be
+        self._shows: dict[str, Callable[[Piece], None]] = {}  # of requests that stream
         self._wanted: tuple[Publication, ...] = ()  # what this client wants to be served
 
     # Requests.
@@ -64,35 +64,25 @@ class RouterClient(RequestClient):
         finally:
             self._completions.pop(request_id, None)
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        """Yield the tokens of one request in pieces as they are sampled, then the whole completion.
-
-        The pieces hold each token of the completion once and in order, even if the request moves to another generator
-        or to new weights. Closing this iterator early aborts the engine's work. Raises as `generate`, at any time.
-        """
-        request_id = request.request_id
-        if request_id in self._inboxes or request_id in self._open:
+    async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
+        """As `generate`. Until it returns, `on_piece` is called with the tokens in pieces, as they are sampled; it must
+        not raise. The pieces hold each token of the completion once and in order, even if the request moves to another
+        generator or to new weights."""
+        request_id, shown = request.request_id, Shown()
+        if request_id in self._shows or request_id in self._open:
             raise _in_use(request_id)
-        inbox = self._inboxes[request_id] = asyncio.Queue()
-        completion = asyncio.get_running_loop().create_task(self.generate(replace(request, stream_from=0)))
 
-        def ended(completion: asyncio.Future[Completion]) -> None:
-            inbox.put_nowait(None)
-            if not completion.cancelled():
-                completion.exception()  # marked as retrieved: it is raised below, or nobody needs it
+        def show(piece: Piece | None) -> None:
+            if piece is not None:
+                on_piece(piece)
 
-        completion.add_done_callback(ended)
-        shown = Shown()
+        self._shows[request_id] = lambda piece: show(shown.add(piece))
         try:
-            while (piece := await inbox.get()) is not None:
-                if (new := shown.add(piece)) is not None:
-                    yield new
-            if (rest := shown.rest(completion.result())) is not None:
-                yield rest
-            yield completion.result()
+            completion = await self.generate(replace(request, stream_from=0))
+            show(shown.rest(completion))
+            return completion
         finally:
-            del self._inboxes[request_id]
-            completion.cancel()
+            del self._shows[request_id]
 
     def answered(self, completions: Packed[Completion], failures: Failures) -> None:
         for completion in completions.unpack():
@@ -106,8 +96,8 @@ class RouterClient(RequestClient):
 
     def sampled(self, pieces: list[Piece]) -> None:
         for piece in pieces:
-            if (inbox := self._inboxes.get(piece.request_id)) is not None:
-                inbox.put_nowait(piece)
+            if (show := self._shows.get(piece.request_id)) is not None:
+                show(piece)
 
     # The fleet.
 

@@ -14,9 +14,9 @@ import asyncio
 import hashlib
 import hmac
 import secrets
-from collections.abc import Awaitable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,7 +33,6 @@ CALLER = "titan_rl.caller"
 Asked = tuple[Prompt, SamplingParams]
 """How its client wants the prompt to be completed."""
 
-T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
 
 
@@ -243,15 +242,23 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-async def cancel_when(work: Awaitable[T], end: asyncio.Future[E]) -> T:
-    """The result of `work`; if `end` is done first, `work` is cancelled and the result of `end` is raised."""
-    task = asyncio.ensure_future(work)
+@asynccontextmanager
+async def cancelled_by(end: asyncio.Future[E]) -> AsyncIterator[None]:
+    """When `end` is done, what the block waits for is cancelled, and the result of `end` is raised. A task for the
+    block alone would cost a call two more turns of the loop."""
+    limit = asyncio.timeout(None)
+
+    def expire(_: object) -> None:
+        with suppress(RuntimeError):  # the block was left in this turn of the loop
+            limit.reschedule(0)
+
+    end.add_done_callback(expire)
     try:
-        either: set[asyncio.Future[Any]] = {task, end}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise end.result()
+        async with limit:
+            yield
+    except TimeoutError:
+        if limit.expired():
+            raise end.result() from None
+        raise
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        end.remove_done_callback(expire)

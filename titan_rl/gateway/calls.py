@@ -13,7 +13,7 @@
 
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -118,26 +118,29 @@ class CompletionCall:
         error.param = error.param or self.names.get("prompt")
         return error
 
-    def check_length(self, policy: ServedPolicy) -> None:
+    def check_length(self, policy: ServedPolicy) -> int:
         """Refuse a prompt that cannot fit before it is tokenized, which takes the render thread a second per megabyte.
+        Returns how many characters and tokens there are.
 
         No token stands for more than `renderer.longest_token` characters. Tokenizers may compose up to four characters
         outside of ASCII into one (NFC). Raises RequestTooLong: there is such a text.
         """
         most = max(SHORT_TEXT, policy.max_model_len * policy.renderer.longest_token)
+        size = 0
         for prompt in self.prompts:
             if isinstance(prompt, list):
+                size += len(prompt)
                 if len(prompt) >= policy.max_model_len:
                     problem = f"{len(prompt)} prompt tokens do not fit into max_model_len ({policy.max_model_len})"
                     raise errors.RequestTooLong(problem)
                 continue
             text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+            size += len(text)
             longest = len(text) if text.isascii() else len(text) // 4
             if longest > most:
-                raise errors.RequestTooLong(
-                    f"the text of {longest} characters cannot fit: max_model_len ({policy.max_model_len}) tokens hold "
-                    f"at most {most}"
-                )
+                problem = f"cannot fit: max_model_len ({policy.max_model_len}) tokens hold at most {most}"
+                raise errors.RequestTooLong(f"the text of {longest} characters {problem}")
+        return size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +187,8 @@ class Fleet(Protocol):
         """One completion. Cancelling the call aborts the engine's work. Raises RequestError: the request is invalid;
         TitanError: nobody can serve it."""
 
-    def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        """The same in pieces, as they are sampled, and then whole. Closing it aborts the engine's work."""
+    async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
+        """The same; before, `on_piece` is called with its tokens in pieces, as they are sampled. It must not raise."""
 
     async def fleet_status(self) -> Sequence[GeneratorStatus]:
         """Every generator. Raises TitanError when the router does not answer."""

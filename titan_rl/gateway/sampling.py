@@ -3,13 +3,15 @@
 - Every request has an id of its own, and is sent once.
 - Nothing bounds the time of an answer but its tokens. A dead fleet fails its requests, and a client that
   has waited long enough hangs up.
-- One thread does all that tokenizes, because a long text must not hold up the answers of other calls.
+- What tokenizes is done one after the other: what may take long in a thread, because it must not hold up the answers of
+  other calls, and the rest on the loop, because a thread costs more than a token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
@@ -20,12 +22,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from titan_rl.errors import GeneratorFailed, TitanError
 from titan_rl.gateway.callers import Caller
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta, Fleet, ServedPolicy, api_error
-from titan_rl.gateway.choices import ChoiceReader
+from titan_rl.gateway.choices import PARSE_EACH, ChoiceReader
 from titan_rl.routing.health import GeneratorStatus
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece
 
 T = TypeVar("T")
 
+QUICK_TEXT = 2 << 10
+"""Characters and tokens that are read within two milliseconds."""
 SECONDS_BUCKETS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 
@@ -37,22 +41,21 @@ class Sampler:
         self._fleet = fleet
         self._metrics = metrics
         self._max_choices = max_choices
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
+        self._jobs = RenderJobs()
 
     async def count_tokens(self, chat: Chat, caller: Caller, *, model: str) -> int:
         """Of the prompt that a chat would be. Raises as `whole`."""
         self.policy.check_name(model)
         CompletionCall(id="", prompts=[chat]).check_length(self.policy)
-        return len((await in_turn(self._thread, functools.partial(caller.prompt, chat))).token_ids)
+        return len((await self._jobs.run(functools.partial(caller.prompt, chat))).token_ids)
 
     async def whole(self, call: CompletionCall, caller: Caller) -> list[Delta]:
         """Every choice, in one delta, once all are sampled. Raises ApiError, TitanError: the call is refused, or
         failed."""
         async with self._sampled(call, caller, stream=False) as (readers, sampled):
             completions = {index: each async for index, each in sampled if isinstance(each, Completion)}
-            deltas = await in_turn(
-                self._thread, lambda: [reader.finish(completions[index]) for index, reader in enumerate(readers)]
-            )
+            ends = [completions[index] for index in range(len(readers))]
+            deltas = await self._jobs.run(lambda: [*map(ChoiceReader.finish, readers, ends)])
             for delta in deltas:
                 self._answered(delta, call, caller)
         return deltas
@@ -61,7 +64,8 @@ class Sampler:
         """Every delta, as tokens come; a choice whose stop text was found is not sampled any further. As `whole`."""
         async with self._sampled(call, caller, stream=True) as (readers, sampled):
             async for index, what in sampled:
-                delta = await in_turn(self._thread, functools.partial(readers[index].read_next, what))
+                read = functools.partial(readers[index].read_next, what)
+                delta = await self._jobs.run(read, quick=isinstance(what, Piece) and what.end <= PARSE_EACH)
                 if delta is None:
                     continue
                 if delta.choice is not None:
@@ -79,8 +83,8 @@ class Sampler:
             if len(call.prompts) * call.choices > self._max_choices:
                 problem = f"{len(call.prompts)} prompts × {call.choices} choices are more than {self._max_choices}"
                 raise ApiError(400, problem)
-            call.check_length(self.policy)
-            asked = await in_turn(self._thread, functools.partial(caller.asked, call))
+            quick = call.check_length(self.policy) <= QUICK_TEXT and call.answer is None
+            asked = await self._jobs.run(functools.partial(caller.asked, call), quick=quick)
             requests = caller.requests(call, asked)
             for option in caller.ignored_options(call):
                 self._metrics.ignored_options.labels(option).inc()
@@ -152,12 +156,8 @@ class SampleStream:
         await _cancel(list(self._open.values()))
 
     async def _sample(self, fleet: Fleet, index: int, request: GenerationRequest, *, stream: bool) -> None:
-        if not stream:
-            self._add(index, await fleet.generate(request))
-            return
-        async with aclosing(fleet.stream(request)) as pieces:
-            async for each in pieces:
-                self._add(index, each)
+        add = functools.partial(self._add, index)
+        add(await (fleet.stream(request, add) if stream else fleet.generate(request)))
 
     def _add(self, index: int, what: Piece | Completion) -> None:
         if isinstance(what, Completion) and what.finish_reason is FinishReason.ABORT:
@@ -187,19 +187,31 @@ async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def in_turn(thread: ThreadPoolExecutor, job: Callable[[], T]) -> T:
-    """What `job` returns or raises, in a pool of one thread: renderers are not made for several. It does not run at all
-    when the caller is cancelled before its turn."""
-    return await asyncio.get_running_loop().run_in_executor(thread, _without_panic, job)
+class RenderJobs:
+    """One at a time: renderers are not made for several threads."""
 
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="renderer")
+        self._renders = threading.Lock()
 
-def _without_panic(job: Callable[[], T]) -> T:
-    try:
-        return job()
-    except Exception:
-        raise
-    except BaseException as error:  # a tokenizer's panic, for one, which would end the gateway
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    async def run(self, job: Callable[[], T], *, quick: bool = False) -> T:
+        """What `job` returns or raises. In the thread the jobs have their turns, and a job whose caller is cancelled
+        before its turn does not run. `quick`: it may run at once and on the loop, if the thread does nothing."""
+        if quick and self._renders.acquire(blocking=False):
+            return self._run(job, waits=False)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, job)
+
+    def _run(self, job: Callable[[], T], waits: bool = True) -> T:
+        if waits:
+            self._renders.acquire()
+        try:
+            return job()
+        except Exception:
+            raise
+        except BaseException as error:  # a tokenizer's panic, for one, which would end the gateway
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self._renders.release()
 
 
 class GatewayMetrics:

@@ -247,6 +247,11 @@ class Connection:
         if self._put(None, endpoint.answer.__name__, args, kwargs) is None:
             self._on_lost(self._lost)
 
+    def flush(self) -> None:
+        """Send what was called in this tick without waiting for its end."""
+        if self._link is not None:
+            self._link.outbox.flush()
+
     async def gone(self) -> None:
         """Raises ActorGone when the actor called last is gone: for who reads its memory, which tells nobody."""
         if self._link is not None:

@@ -229,6 +229,7 @@ class RequestServer(ConnectedActor):
                 to.setdefault(client, []).append(piece)
         for client, its in to.items():
             client.push(Answers(pieces=pack(Piece, its)))
+            client.flush()  # somebody waits for the first of them
 
 
 def is_gone(error: TitanError) -> bool:
@@ -295,6 +296,7 @@ class RequestClient(MeshClient):
             return
         try:
             self.connection.tell(RequestServer.generate_many, pack(GenerationRequest, requests), self._who)
+            self.connection.flush()  # the tick is over
         except Exception as why:  # a field of one of them cannot be pickled
             error = RequestError(f"{self.name}: requests cannot be sent: {type(why).__name__}: {why}")
             self._fail([request.request_id for request in requests], error)

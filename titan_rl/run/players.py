@@ -8,7 +8,7 @@ answers a request differs.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,8 +48,8 @@ class MessagePolicy:
         said = self.renderer.say(message)[: None if reason is FinishReason.STOP else -1]
         return not_sampled(request.request_id, said, reason)
 
-    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        yield await self.generate(request)
+    async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
+        return await self.generate(request)
 
     async def fleet_status(self) -> list[Any]:
         return []
