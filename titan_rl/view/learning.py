@@ -12,6 +12,7 @@ from enum import StrEnum
 from statistics import correlation, fmean, pstdev, stdev
 
 from titan_rl.metrics.metric_table import metric_of
+from titan_rl.metrics.rollout_record import GROUP
 from titan_rl.types import Purpose
 from titan_rl.view.read import ListedRollout, Run
 
@@ -193,9 +194,9 @@ def _learning_rate(run: Run) -> Iterator[Finding]:
 
 
 def _late_rollouts(run: Run) -> list[ListedRollout]:
-    """Those of the last third that did not fail."""
+    """Those of the last third that did not fail, and were not chosen for their group, whose prompt would count much."""
     last = run.steps - max(run.steps // 3, 1)
-    return [each for each in run.rollouts if each.step > last and not each.error]
+    return [each for each in run.rollouts if each.step > last and not each.error and each.kept != (GROUP,)]
 
 
 def _no_signal(run: Run) -> Iterator[Finding]:
@@ -253,7 +254,8 @@ def _entropy(run: Run) -> Iterator[Finding]:
 
 
 def _pays_for_something_else(run: Run) -> Iterator[Finding]:
-    graded = [each for each in run.rollouts if each.purpose is Purpose.TRAIN and not each.error]
+    some = (each for each in run.rollouts if each.kept != (GROUP,))
+    graded = [each for each in some if each.purpose is Purpose.TRAIN and not each.error]
     rewards, lengths = [each.reward for each in graded], [float(each.sampled_tokens) for each in graded]
     scores = run.values(SCORES[0])
     learned = bool(scores) and (scores[-1] >= MOSTLY_RIGHT or scores[-1] - scores[0] > LEAST_GAIN)
