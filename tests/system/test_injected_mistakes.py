@@ -1,4 +1,4 @@
-"""Mistakes in a task or its settings are named on the screen within 100 steps, with the setting to change (4 min: five real runs)."""
+"""Mistakes in a task or its settings are named on the screen within 100 steps, with the setting to change (4 min)."""
 
 from __future__ import annotations
 
