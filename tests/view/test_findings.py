@@ -77,9 +77,12 @@ def test_a_score_that_fell_from_its_best_says_how_far():
     assert "80%" in said(run, "The best score was earlier").text
 
 
-@pytest.mark.parametrize(("last_reward", "do"), [(0.9, "pay for something else"), (0.5, "lower trainer.optimizer.lr")])
+@pytest.mark.parametrize(
+    ("last_reward", "do"), [(0.9, "pay for something else"), (0.5, "--trainer.optimizer.lr 0.0003")]
+)
 def test_a_reward_pays_for_something_else_only_where_it_did_not_fall_with_the_score(last_reward, do):
-    run = run_of(evaluation__exact_match=[0.6, 0.5], evaluation__reward=[0.6, last_reward])
+    series = {"evaluation__exact_match": [0.6, 0.5], "evaluation__reward": [0.6, last_reward]}
+    run = run_of(config={"trainer.optimizer.lr": 0.001}, **series)
     assert do in said(run, "The held-out score fell").do
 
 

@@ -116,6 +116,9 @@ def _learned(run: Run) -> Iterator[Finding]:
     first, last, best = scores[0], scores[-1], max(scores)
     said = f"Held-out exact match went from {percent(first)} to {percent(last)}"
     learned = last - first > LEAST_GAIN
+    back = (
+        f"Take an earlier checkpoint, or --trainer.optimizer.lr {run.config.get('trainer.optimizer.lr', 0.0) / 3:.1g}."
+    )
     if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
         text = f"{said}, below evaluation.target_exact_match = {target:g}."
         do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
@@ -133,12 +136,11 @@ def _learned(run: Run) -> Iterator[Finding]:
         do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
         rewards = run.values("evaluation/reward")
         if rewards and rewards[0] - rewards[-1] > LEAST_GAIN:  # it pays for the same, and fell too
-            do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
+            do = back
         yield finding(Kind.PROBLEM, name, "The held-out score fell", f"{said}.", do)
     if best - last > 0.1:
-        do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
         text = f"It reached {percent(best)} and ended at {percent(last)}."
-        yield finding(Kind.WARNING, name, "The best score was earlier", text, do)
+        yield finding(Kind.WARNING, name, "The best score was earlier", text, back)
 
 
 def _reward(run: Run) -> Iterator[Finding]:
@@ -153,7 +155,7 @@ def _reward(run: Run) -> Iterator[Finding]:
     if not sure:
         yield finding(Kind.PROBLEM, name, "Reward is flat", f"{said} The difference is within chance.")
     elif after < before:
-        do = "Lower trainer.optimizer.lr; look at the gradient norm and the importance weights where it turns."
+        do = f"Set --trainer.optimizer.lr {run.config.get('trainer.optimizer.lr', 0.0) / 3:.1g}."
         yield finding(Kind.PROBLEM, name, "Reward falls", said, do)
     elif (
         run.summary
@@ -254,8 +256,8 @@ def _entropy(run: Run) -> Iterator[Finding]:
 
 
 def _pays_for_something_else(run: Run) -> Iterator[Finding]:
-    some = (each for each in run.rollouts if each.kept != (GROUP,))
-    graded = [each for each in some if each.purpose is Purpose.TRAIN and not each.error]
+    drawn = [each for each in run.rollouts if each.kept != (GROUP,) and not each.error]
+    graded = [each for each in drawn if each.purpose is Purpose.TRAIN]
     rewards, lengths = [each.reward for each in graded], [float(each.sampled_tokens) for each in graded]
     scores = run.values(SCORES[0])
     learned = bool(scores) and (scores[-1] >= MOSTLY_RIGHT or scores[-1] - scores[0] > LEAST_GAIN)
