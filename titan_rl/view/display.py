@@ -212,8 +212,7 @@ class RunDisplay:
             parts.append(Columns([self._number(*each) for each in (first | numbers).items()], padding=(0, 3)))
         meshes = self._meshes.copy()
         width = max(map(len, ("last step", *meshes)))
-        table = Constrain(self._table(meshes, now, width), _WIDEST)
-        parts.append(Padding(table, (1, 0, 0, 0) if self._training else 0))
+        parts.append(Padding(Constrain(self._table(meshes, now, width), _WIDEST), (int(self._training), 0, 0, 0)))
         if self._phases:
             spent = self._phases.items()
             timing = ", ".join(f"{name} {1000 * s:.0f} ms" if s < 1 else f"{name} {s:.1f} s" for name, s in spent)

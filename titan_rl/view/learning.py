@@ -116,9 +116,7 @@ def _learned(run: Run) -> Iterator[Finding]:
     first, last, best = scores[0], scores[-1], max(scores)
     said = f"Held-out exact match went from {percent(first)} to {percent(last)}"
     learned = last - first > LEAST_GAIN
-    back = (
-        f"Take an earlier checkpoint, or --trainer.optimizer.lr {run.config.get('trainer.optimizer.lr', 0.0) / 3:.1g}."
-    )
+    back = f"Take an earlier checkpoint, or --trainer.optimizer.lr {run.config.get('trainer.optimizer.lr', 0) / 3:.1g}."
     if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
         text = f"{said}, below evaluation.target_exact_match = {target:g}."
         do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
