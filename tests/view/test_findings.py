@@ -298,6 +298,19 @@ def test_held_out_prompts_that_do_worse_are_told():
     assert "0.90 in training and 0.50" in said(run, "Evaluation differs from training").text
 
 
+@pytest.mark.parametrize("cut", [0.0, 0.99])
+def test_where_most_answers_are_cut_nothing_else_is_blamed(cut: float):
+    run = run_of(
+        train__entropy=[1.0] * 15 + [0.01] * 15,
+        rollout__reward_mean=[0.1] * 15 + [0.4] * 15,
+        evaluation__exact_match=[0.0, 0.0],
+        rollout__truncated_share=[cut] * STEPS,
+        config={"rollout.sampling.max_new_tokens": 2},
+    )
+    others = {"The policy settled too soon", "The reward pays for something else"}
+    assert titles(run) == ({"Answers are cut by length"} if cut else others)
+
+
 def test_answers_that_are_cut_get_twice_the_room():
     run = run_of(config={"rollout.sampling.max_new_tokens": 3}, rollout__truncated_share=[0.4] * STEPS)
     assert "--rollout.sampling.max-new-tokens 6" in said(run, "Answers are cut by length").do

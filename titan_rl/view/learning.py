@@ -22,9 +22,9 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
-COLLAPSED_ENTROPY, STILL_WRONG = 0.1, 0.1
+COLLAPSED_ENTROPY, STILL_WRONG, MOSTLY_CUT = 0.1, 0.1, 0.5
 """Of the entropy that the run began with; share of the answers that get less than half of the largest reward. A policy
-that has both answers nearly always the same, and too often wrongly."""
+that has both answers nearly always the same, and too often wrongly; but not where so many answers are cut off."""
 LEAST_GAIN = 0.02
 """Of held-out exact match; a smaller change counts as none."""
 MOSTLY_RIGHT = 0.5
@@ -235,7 +235,8 @@ def _settled(run: Run) -> str:
     graded = [each.reward for each in _late_rollouts(run) if each.purpose is Purpose.TRAIN]
     wrong = fmean(each < top / 2 for each in graded) if len(graded) >= FEWEST_CORRELATED else float(reward < top / 2)
     end = fmean(entropies[-max(len(entropies) // 10, FEWEST_STEPS // 3) :])
-    if end >= COLLAPSED_ENTROPY * change[0] or wrong < STILL_WRONG:
+    cut = late(run, "rollout/truncated_share") or 0.0
+    if end >= COLLAPSED_ENTROPY * change[0] or wrong < STILL_WRONG or cut > MOSTLY_CUT:
         return ""
     return (
         f"Entropy fell from {change[0]:.2g} to {end:.2g} nats while the mean reward is {reward:.2f}"
@@ -254,8 +255,7 @@ def _entropy(run: Run) -> Iterator[Finding]:
 
 
 def _pays_for_something_else(run: Run) -> Iterator[Finding]:
-    drawn = [each for each in run.rollouts if each.kept != (GROUP,) and not each.error]
-    graded = [each for each in drawn if each.purpose is Purpose.TRAIN]
+    graded = [one for one in run.rollouts if one.purpose is Purpose.TRAIN and not one.error and one.kept != (GROUP,)]
     rewards, lengths = [each.reward for each in graded], [float(each.sampled_tokens) for each in graded]
     scores = run.values(SCORES[0])
     learned = bool(scores) and (scores[-1] >= MOSTLY_RIGHT or scores[-1] - scores[0] > LEAST_GAIN)
@@ -266,7 +266,7 @@ def _pays_for_something_else(run: Run) -> Iterator[Finding]:
     if varied and abs(pays := correlation(lengths, rewards)) > CORRELATED:
         which = "Longer" if pays > 0 else "Shorter"
         text = f"{which} answers get more reward (correlation {pays:.2f}), and held-out answers are not right for it."
-    elif change[2] and change[1] > change[0] + APART:
+    elif change[2] and change[1] > change[0] + APART and (late(run, "rollout/truncated_share") or 0.0) <= MOSTLY_CUT:
         text = f"Mean reward rose from {change[0]:.2f} to {change[1]:.2f}, held-out exact match not."
     else:
         return
