@@ -191,7 +191,8 @@ class LoggingConfig:
     """Also log to this Weights & Biases project; empty: never contact it."""
     rollouts: CountOrZero = 1
     """So many of the best, of the worst and of random rollouts of every step are recorded in `rollouts.jsonl`, message
-    by message and token by token, and a few of each evaluation. 0: none. A recorded token takes about 70 bytes."""
+    by message and token by token, a whole group of each twentieth, and a few of each evaluation. 0: none. A recorded
+    token takes about 70 bytes."""
     progress: bool = True
     """Live display in a terminal; plain lines elsewhere."""
     spans: bool = True

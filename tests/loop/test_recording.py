@@ -10,9 +10,12 @@ import pytest
 from scripted_system import World
 from test_checkpoints import killed_at_step_2, written
 
+from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import TrainingError
+from titan_rl.loop.recording import choose
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, RolloutWriter, read_records
+from titan_rl.rollout.report import GroupReport
 from titan_rl.types import Purpose
 
 
@@ -43,6 +46,18 @@ async def test_every_step_has_its_best_worst_and_random_rollout_and_every_evalua
     found = recorded(tmp_path)
     assert sorted(each for each in found if each[0] == "train") == of_steps(1, 2, 3)
     assert [each[1:] for each in found if each[0] == "evaluate"] == [(step, "right") for step in (0, 0, 2, 2, 3, 3)]
+
+
+def test_now_and_then_a_whole_group_is_recorded():
+    def report(group: int) -> GroupReport:
+        made = [RolloutRecord(purpose=Purpose.TRAIN, group=group, sample=sample) for sample in range(9)]
+        return GroupReport(group_id=group, purpose=Purpose.TRAIN, attempt=0, rollouts=(*made,), samples=SampleBatch(()))
+
+    reports = [report(7), report(8)]
+    assert len(choose(19, reports, 1)) <= 3
+    whole = {(each.group, each.sample) for each in choose(20, reports, 1) if "group" in each.kept}
+    assert whole in ({(group, sample) for sample in range(9)} for group in (7, 8))
+    assert choose(20, reports, 0) == []
 
 
 async def test_a_run_that_goes_on_records_no_step_twice(tmp_path: Path):

@@ -48,7 +48,7 @@ def test_the_start_shows_what_takes_the_time() -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("width", [80, 120, 240])
 def test_the_panel_shows_what_is_going_on(width: int) -> None:
     clock = Clock()
     display = live(clock)
@@ -79,6 +79,7 @@ def test_the_panel_shows_what_is_going_on(width: int) -> None:
         " / 0:01:15 ago the disk is nearly full",
     ):
         assert part in shown, shown
+    assert next(len(line.rstrip()) for line in lines if "████░░░░" in line) <= 100  # near its mesh
     assert "a place" not in shown
     with activity("trainer", waits_for=lambda: "3 groups"):
         assert any(line.split()[:5] == ["trainer", "waits", "for", "3", "groups"] for line in panel(display))

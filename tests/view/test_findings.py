@@ -77,9 +77,12 @@ def test_a_score_that_fell_from_its_best_says_how_far():
     assert "80%" in said(run, "The best score was earlier").text
 
 
-@pytest.mark.parametrize(("last_reward", "do"), [(0.9, "pay for something else"), (0.5, "lower trainer.optimizer.lr")])
+@pytest.mark.parametrize(
+    ("last_reward", "do"), [(0.9, "pay for something else"), (0.5, "--trainer.optimizer.lr 0.0003")]
+)
 def test_a_reward_pays_for_something_else_only_where_it_did_not_fall_with_the_score(last_reward, do):
-    run = run_of(evaluation__exact_match=[0.6, 0.5], evaluation__reward=[0.6, last_reward])
+    series = {"evaluation__exact_match": [0.6, 0.5], "evaluation__reward": [0.6, last_reward]}
+    run = run_of(config={"trainer.optimizer.lr": 0.001}, **series)
     assert do in said(run, "The held-out score fell").do
 
 
@@ -293,6 +296,19 @@ def test_a_reward_that_rises_while_nothing_held_out_becomes_right_pays_for_somet
 def test_held_out_prompts_that_do_worse_are_told():
     run = run_of(rollout__reward_mean=[0.9] * STEPS, evaluation__reward=[0.1, 0.5], rollouts=[ROLLOUT])
     assert "0.90 in training and 0.50" in said(run, "Evaluation differs from training").text
+
+
+@pytest.mark.parametrize("cut", [0.0, 0.99])
+def test_where_most_answers_are_cut_nothing_else_is_blamed(cut: float):
+    run = run_of(
+        train__entropy=[1.0] * 15 + [0.01] * 15,
+        rollout__reward_mean=[0.1] * 15 + [0.4] * 15,
+        evaluation__exact_match=[0.0, 0.0],
+        rollout__truncated_share=[cut] * STEPS,
+        config={"rollout.sampling.max_new_tokens": 2},
+    )
+    others = {"The policy settled too soon", "The reward pays for something else"}
+    assert titles(run) == ({"Answers are cut by length"} if cut else others)
 
 
 def test_answers_that_are_cut_get_twice_the_room():

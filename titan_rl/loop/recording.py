@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from titan_rl.errors import ActorGone
-from titan_rl.metrics.rollout_record import RolloutRecord, RolloutWriter
+from titan_rl.metrics.rollout_record import GROUP, RolloutRecord, RolloutWriter
 from titan_rl.policy.token_score_recorder import SampleName, TokenScoreRecorder
 from titan_rl.rollout.report import GroupReport, with_scores
 from titan_rl.seeding import derive_seed
@@ -31,21 +31,25 @@ if TYPE_CHECKING:
 
 BEST, WORST, RANDOM, WRONG, RIGHT = "best", "worst", "random", "wrong", "right"
 """Why a rollout is recorded: of a step, and of an evaluation."""
+WHOLE_GROUP_EVERY = 20
+"""Steps. All samples of a prompt beside each other say what none of them says alone."""
 
 MOST_WRONG, MOST_SHOWN = 2, 3
 """Rollouts of an evaluation that are recorded: the first wrong ones, and with them the first right ones."""
 
 
 def choose(step: int, reports: Sequence[GroupReport], each: int) -> list[RolloutRecord]:
-    """The `each` best and worst rollouts of a step, and as many random ones, which may have failed. Of equal rewards
-    the first is best, and the last is worst."""
+    """The `each` best and worst rollouts of a step, and as many random ones, which may have failed; of some steps the
+    whole group of a random one. Of equal rewards the first is best, and the last is worst."""
     everyone = [rollout for report in reports for rollout in report.rollouts]
     numbers = range(len(everyone))
     graded = [number for number in numbers if not everyone[number].error]
     falling = sorted(graded, key=lambda number: -everyone[number].reward)
     drawn = random.Random(derive_seed("recorded rollouts", step)).sample(numbers, min(each, len(numbers)))
+    whole = {everyone[number].group for number in drawn[:1] if step % WHOLE_GROUP_EVERY == 0}
+    beside = [number for number in numbers if everyone[number].group in whole]
     kept: dict[int, list[str]] = {}
-    for why, some in ((BEST, falling[:each]), (WORST, falling[::-1][:each]), (RANDOM, drawn)):
+    for why, some in ((BEST, falling[:each]), (WORST, falling[::-1][:each]), (RANDOM, drawn), (GROUP, beside)):
         for number in some:
             kept.setdefault(number, []).append(why)
     return [msgspec.structs.replace(everyone[number], step=step, kept=tuple(why)) for number, why in kept.items()]

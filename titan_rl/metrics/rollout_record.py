@@ -31,6 +31,8 @@ from titan_rl.types import EXACT_MATCH, FailureKind, Purpose, StopReason
 
 ROLLOUTS = "rollouts.jsonl"
 """Of a run directory."""
+GROUP = "group"
+"""Why a rollout is recorded (`kept`): it belongs to a group that is recorded whole."""
 
 _log = logging.getLogger(__name__)
 

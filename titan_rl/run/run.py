@@ -38,6 +38,7 @@ from titan_rl.run.start import Options, bring_up
 from titan_rl.run.training import NOTHING_SAVED, Training
 from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
 from titan_rl.supervision.run_end import RunEnd, announcer
+from titan_rl.view.learning import Kind
 from titan_rl.view.report import REPORT, write_report
 from titan_rl.weights.segment_files import remove_segments_of
 
@@ -71,7 +72,9 @@ def run(
         loop = await training.run(imports, run_end)
         if replay_until:
             return EXIT_OK, f"has played step {replay_until}"
-        return _conclude(config, loop, directory, console, started)
+        ended = _conclude(config, loop, directory, console, started)
+        await training.look(Kind.PROBLEM, Kind.WARNING)  # of the whole run, as its report has them
+        return ended
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)

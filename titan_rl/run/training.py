@@ -105,7 +105,7 @@ class Training:
                 self._metrics.sync()
                 return loop
             except NothingToTrain:
-                await self._look()
+                await self.look()
                 raise
             except RollbackNeeded as cause:
                 reached = loop.ledger.buffer.trainer_version.step
@@ -131,14 +131,15 @@ class Training:
         while True:
             await asyncio.sleep(max(ADVICE_SECONDS, took / ADVICE_SHARE))
             began = time.monotonic()
-            await self._look()
+            await self.look()
             took = time.monotonic() - began
 
-    async def _look(self) -> None:
-        """A look that fails costs its advice and not the run."""
+    async def look(self, *kinds: Kind) -> None:
+        """Say findings of these kinds, or problems. A look that fails costs its advice and not the run."""
         try:
             run = await asyncio.to_thread(read_run, self._directory, brief=True)
-            found = [each for each in findings(run) if each.kind is Kind.PROBLEM and each.title not in self._said]
+            new = [each for each in findings(run) if each.title not in self._said]
+            found = [each for each in new if each.kind in (kinds or (Kind.PROBLEM,))]
         except Exception as error:
             return _log.warning("the run could not be looked at", exc_info=error)
         for each in found:

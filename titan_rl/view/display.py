@@ -22,6 +22,7 @@ from datetime import timedelta
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -53,8 +54,8 @@ _OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
 _FIRST = ("reward", "held-out", "staleness", "tokens/s")
 """Numbers that are shown before others, in this order."""
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE, _METER = 16, 8
-"""Characters of the curve of rewards, and of a mesh's meter."""
+_CURVE, _METER, _WIDEST = 16, 8, 100
+"""Characters of the curve of rewards, a mesh's meter and a mesh's line, whose meter so stays near its name."""
 
 _log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class RunDisplay:
             parts.append(Columns([self._number(*each) for each in (first | numbers).items()], padding=(0, 3)))
         meshes = self._meshes.copy()
         width = max(map(len, ("last step", *meshes)))
-        parts.append(Padding(self._table(meshes, now, width), (1, 0, 0, 0) if self._training else 0))
+        parts.append(Padding(Constrain(self._table(meshes, now, width), _WIDEST), (int(self._training), 0, 0, 0)))
         if self._phases:
             spent = self._phases.items()
             timing = ", ".join(f"{name} {1000 * s:.0f} ms" if s < 1 else f"{name} {s:.1f} s" for name, s in spent)

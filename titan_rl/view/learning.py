@@ -12,6 +12,7 @@ from enum import StrEnum
 from statistics import correlation, fmean, pstdev, stdev
 
 from titan_rl.metrics.metric_table import metric_of
+from titan_rl.metrics.rollout_record import GROUP
 from titan_rl.types import Purpose
 from titan_rl.view.read import ListedRollout, Run
 
@@ -21,9 +22,9 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
-COLLAPSED_ENTROPY, STILL_WRONG = 0.1, 0.1
+COLLAPSED_ENTROPY, STILL_WRONG, MOSTLY_CUT = 0.1, 0.1, 0.5
 """Of the entropy that the run began with; share of the answers that get less than half of the largest reward. A policy
-that has both answers nearly always the same, and too often wrongly."""
+that has both answers nearly always the same, and too often wrongly; but not where so many answers are cut off."""
 LEAST_GAIN = 0.02
 """Of held-out exact match; a smaller change counts as none."""
 MOSTLY_RIGHT = 0.5
@@ -115,6 +116,7 @@ def _learned(run: Run) -> Iterator[Finding]:
     first, last, best = scores[0], scores[-1], max(scores)
     said = f"Held-out exact match went from {percent(first)} to {percent(last)}"
     learned = last - first > LEAST_GAIN
+    back = f"Take an earlier checkpoint, or --trainer.optimizer.lr {run.config.get('trainer.optimizer.lr', 0) / 3:.1g}."
     if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
         text = f"{said}, below evaluation.target_exact_match = {target:g}."
         do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
@@ -132,12 +134,11 @@ def _learned(run: Run) -> Iterator[Finding]:
         do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
         rewards = run.values("evaluation/reward")
         if rewards and rewards[0] - rewards[-1] > LEAST_GAIN:  # it pays for the same, and fell too
-            do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
+            do = back
         yield finding(Kind.PROBLEM, name, "The held-out score fell", f"{said}.", do)
     if best - last > 0.1:
-        do = "Take an earlier checkpoint, or lower trainer.optimizer.lr."
         text = f"It reached {percent(best)} and ended at {percent(last)}."
-        yield finding(Kind.WARNING, name, "The best score was earlier", text, do)
+        yield finding(Kind.WARNING, name, "The best score was earlier", text, back)
 
 
 def _reward(run: Run) -> Iterator[Finding]:
@@ -152,7 +153,7 @@ def _reward(run: Run) -> Iterator[Finding]:
     if not sure:
         yield finding(Kind.PROBLEM, name, "Reward is flat", f"{said} The difference is within chance.")
     elif after < before:
-        do = "Lower trainer.optimizer.lr; look at the gradient norm and the importance weights where it turns."
+        do = f"Set --trainer.optimizer.lr {run.config.get('trainer.optimizer.lr', 0.0) / 3:.1g}."
         yield finding(Kind.PROBLEM, name, "Reward falls", said, do)
     elif (
         run.summary
@@ -193,9 +194,11 @@ def _learning_rate(run: Run) -> Iterator[Finding]:
 
 
 def _late_rollouts(run: Run) -> list[ListedRollout]:
-    """Those of training in the last third that did not fail."""
+    """Those of training in the last third that did not fail, and were not chosen for their group, whose prompt would
+    count much."""
     last = run.steps - max(run.steps // 3, 1)
-    return [each for each in run.rollouts if each.step > last and not each.error and not each.evaluated]
+    chosen = (each for each in run.rollouts if each.step > last and each.kept != (GROUP,))
+    return [each for each in chosen if not each.error and not each.evaluated]
 
 
 def _no_signal(run: Run) -> Iterator[Finding]:
@@ -234,7 +237,8 @@ def _settled(run: Run) -> str:
     graded = [each.reward for each in _late_rollouts(run)]
     wrong = fmean(each < top / 2 for each in graded) if len(graded) >= FEWEST_CORRELATED else float(reward < top / 2)
     end = fmean(entropies[-max(len(entropies) // 10, FEWEST_STEPS // 3) :])
-    if end >= COLLAPSED_ENTROPY * change[0] or wrong < STILL_WRONG:
+    cut = late(run, "rollout/truncated_share") or 0.0
+    if end >= COLLAPSED_ENTROPY * change[0] or wrong < STILL_WRONG or cut > MOSTLY_CUT:
         return ""
     return (
         f"Entropy fell from {change[0]:.2g} to {end:.2g} nats while the mean reward is {reward:.2f}"
@@ -253,7 +257,7 @@ def _entropy(run: Run) -> Iterator[Finding]:
 
 
 def _pays_for_something_else(run: Run) -> Iterator[Finding]:
-    graded = [each for each in run.rollouts if each.purpose is Purpose.TRAIN and not each.error]
+    graded = [one for one in run.rollouts if one.purpose is Purpose.TRAIN and not one.error and one.kept != (GROUP,)]
     rewards, lengths = [each.reward for each in graded], [float(each.sampled_tokens) for each in graded]
     scores = run.values(SCORES[0])
     learned = bool(scores) and (scores[-1] >= MOSTLY_RIGHT or scores[-1] - scores[0] > LEAST_GAIN)
@@ -264,7 +268,7 @@ def _pays_for_something_else(run: Run) -> Iterator[Finding]:
     if varied and abs(pays := correlation(lengths, rewards)) > CORRELATED:
         which = "Longer" if pays > 0 else "Shorter"
         text = f"{which} answers get more reward (correlation {pays:.2f}), and held-out answers are not right for it."
-    elif change[2] and change[1] > change[0] + APART:
+    elif change[2] and change[1] > change[0] + APART and (late(run, "rollout/truncated_share") or 0.0) <= MOSTLY_CUT:
         text = f"Mean reward rose from {change[0]:.2f} to {change[1]:.2f}, held-out exact match not."
     else:
         return

@@ -10,7 +10,7 @@ function openBrowser(data, table) {
   const { recorded } = data.rollouts;
   byId("rollout-count").textContent = !count ? "" : count < recorded
     ? `${integers.format(count)} of ${integers.format(recorded)} recorded rollouts are in this file, some of every step. All are in rollouts.jsonl.`
-    : `${integers.format(count)} recorded: best, worst and random ones of every step, and evaluations.`;
+    : `${integers.format(count)} recorded: best, worst and random ones of every step, a whole group of each twentieth, and evaluations.`;
   if (!count) {
     document.querySelector(".browser").replaceChildren(element("p", { class: "empty" }, "The runs recorded no rollouts."));
     byId("filters").remove();
