@@ -123,10 +123,10 @@ def test_spans_that_overlap_are_in_threads_of_their_own_and_no_thread_is_made_in
             clock.now = moment / 1000
             if kind == 1:
                 spans[number] = Span("rollout", {}, clock.now)
-                mine.on_begin(spans[number])
+                mine.on_span(spans[number], True)
                 most = max(most, at_once := at_once + 1)
             else:
-                mine.on_end(spans[number])
+                mine.on_span(spans[number], False)
                 at_once -= 1
         mine.end()
         lines = [json.loads(line) for line in (Path(directory) / "rollout0.0.jsonl").read_text().splitlines()]

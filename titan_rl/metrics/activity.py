@@ -22,11 +22,9 @@ from titan_rl.metrics.timeline import Span, timeline
 
 
 class Sink(Protocol):
-    """Receives spans, in the thread that opens and closes them. Must not raise."""
+    """Told that a span begins or ends, in the thread that does so. Must not raise."""
 
-    def on_begin(self, span: Span) -> None: ...
-
-    def on_end(self, span: Span) -> None: ...
+    def on_span(self, span: Span, begins: bool) -> None: ...
 
 
 class Activities:
@@ -40,12 +38,12 @@ class Activities:
     def __call__(self, name: str, *, waits_for: Callable[[], str] | None = None, **ids: object) -> Iterator[None]:
         span = Span(name, ids, self._clock(), waits_for)
         for sink in self._sinks:
-            sink.on_begin(span)
+            sink.on_span(span, True)
         try:
             yield
         finally:
             for sink in self._sinks:
-                sink.on_end(span)
+                sink.on_span(span, False)
 
 
 activity = Activities(timeline)
@@ -61,11 +59,10 @@ class PhaseSeconds:
         self._since: dict[str, float] = {}  # up to then the phase is counted
         self._seconds: dict[str, float] = {}
 
-    def on_begin(self, span: Span) -> None:
-        self._change(span, 1)
-
-    def on_end(self, span: Span) -> None:
-        self._change(span, -1)
+    def on_span(self, span: Span, begins: bool) -> None:
+        if span.waits_for is None:
+            self._count(span.name)
+            self._open[span.name] += 1 if begins else -1
 
     def take(self) -> dict[str, float]:
         """Seconds since the last call; a phase that is under way counts up to now."""
@@ -73,11 +70,6 @@ class PhaseSeconds:
             self._count(phase)
         seconds, self._seconds = self._seconds, {}
         return seconds
-
-    def _change(self, span: Span, by: int) -> None:
-        if span.waits_for is None:
-            self._count(span.name)
-            self._open[span.name] += by
 
     def _count(self, phase: str) -> None:
         now = self._clock()
@@ -99,13 +91,11 @@ class Watchdog:
         self._open: dict[Span, None] = {}
         self._moved = clock()
 
-    def on_begin(self, span: Span) -> None:
-        self._open[span] = None
-        if span.waits_for is None:
-            self._moved = self._clock()
-
-    def on_end(self, span: Span) -> None:
-        del self._open[span]
+    def on_span(self, span: Span, begins: bool) -> None:
+        if begins:
+            self._open[span] = None
+        else:
+            del self._open[span]
         if span.waits_for is None:
             self._moved = self._clock()
 

@@ -216,7 +216,9 @@ class Timeline:
 
     # The other lanes.
 
-    def on_begin(self, span: Span) -> None:
+    def on_span(self, span: Span, begins: bool) -> None:
+        if not begins:
+            return self._end(span)
         if self._lane is None:
             return
         waits_for = "" if span.waits_for is None else span.waits_for() or "nothing"
@@ -227,7 +229,7 @@ class Timeline:
                 self._name_thread(free[0], span.name)
             self._open[span] = heappop(free), waits_for
 
-    def on_end(self, span: Span) -> None:
+    def _end(self, span: Span) -> None:
         with self._lock:
             if (opened := self._open.pop(span, None)) is not None:
                 tid, waits_for = opened

@@ -130,12 +130,12 @@ class RunDisplay:
         if doing == READY and mesh.took is None:
             mesh.took = now - mesh.since
 
-    def on_begin(self, span: Span) -> None:
+    def on_span(self, span: Span, begins: bool) -> None:
         self._training = True
-        self._spans[span] = None
-
-    def on_end(self, span: Span) -> None:
-        del self._spans[span]
+        if begins:
+            self._spans[span] = None
+        else:
+            del self._spans[span]
 
     def add_group(self, failures: Sequence[Failed]) -> None:
         """Count a group that was played, and its rollouts that failed. They are printed with the next step's line, or
