@@ -9,13 +9,14 @@ Whatever the user's code raises while it is imported or called here is a ConfigE
 
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,3 +131,11 @@ def import_name(name: str, short_names: Mapping[str, str] | None = None, base: t
     if base is not object and not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{name} is no subclass of {base.__module__}.{base.__qualname__}")
     return found
+
+
+def installed(package: str) -> str:
+    """Version of a package, or of its build for CPUs; empty if there is none."""
+    for name in (package, f"{package}-cpu"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(name)
+    return ""

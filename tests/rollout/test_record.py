@@ -60,8 +60,7 @@ def reported(group_id: int, rewards: list[float | None]) -> GroupReport:
         )
         for sample, reward in enumerate(rewards)
     )
-    result = GroupResult(group_id=group_id, purpose=Purpose.TRAIN, rollouts=rollouts, samples=())
-    return report_of(asked(group_id, len(rewards)), result, ())
+    return report_of(asked(group_id, len(rewards)), GroupResult(rollouts=rollouts), ())
 
 
 def played(group: GroupRequest, sample: int, *turns: tuple[list[int], list[int]]) -> Trajectory:
@@ -78,8 +77,6 @@ def result_of(
 ) -> GroupResult:
     each = [(one.request.sample, reward, one.tree) for one in trajectories]
     return GroupResult(
-        group_id=group.group_id,
-        purpose=group.purpose,
         rollouts=tuple(
             with_numbers(RolloutRecord(purpose=group.purpose, group=group.group_id, sample=at, reward=reward), one)
             for at, one in ((each.request.sample, each) for each in trajectories)
@@ -192,7 +189,7 @@ def test_a_record_says_what_the_samples_and_the_trainer_say(data: st.DataObject)
 def test_a_group_that_was_finished_before_a_resume_is_recorded_by_its_tokens() -> None:
     group = asked(3, 2)
     result = result_of(group, played(group, 1, ([1], [2])), trained=True)
-    restored = GroupResult(group_id=3, purpose=Purpose.TRAIN, rollouts=(), samples=result.samples)
+    restored = GroupResult(samples=result.samples)
     described = restored.describe(result.rollouts[0], str, count=2)
     assert described.messages == described.turns == [] and described.branches[0].token_ids == [1, 2]
     assert (described.reward, described.advantage) == (0.5, 0.25)

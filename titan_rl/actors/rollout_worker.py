@@ -115,8 +115,7 @@ class RolloutWorker(StoreKeeper):
         """Of one group, which the batch takes along."""
         assert samples.samples is not None
         refs = self._store.put(samples.samples)
-        result = GroupResult(group_id=refs[0].group_id, purpose=Purpose.TRAIN, rollouts=(), samples=samples.samples)
-        self._keep(result, refs)
+        self._keep(GroupResult(samples=samples.samples), refs)
         return SampleBatch.of(refs)
 
     @endpoint
@@ -165,11 +164,11 @@ class RolloutWorker(StoreKeeper):
                     raise
                 _log.warning("%s waits for room: %s", request, error)
             await asyncio.sleep(_ROOM_PAUSE)
+        if request.purpose is Purpose.EVALUATE:  # it has no samples
+            self._evaluated[request.group_id] = result
         self._keep(result, refs)
         return report_of(request, result, refs)
 
     def _keep(self, result: GroupResult, refs: Sequence[SampleRef]) -> None:
-        if result.purpose is Purpose.EVALUATE:
-            self._evaluated[result.group_id] = result
-        elif self._config.logging.rollouts:
+        if self._config.logging.rollouts:
             self._trained.update((ref.sample_id, result) for ref in refs)

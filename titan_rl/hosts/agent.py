@@ -30,7 +30,8 @@ from typing import Any, Literal, NamedTuple
 from monarch.rdma import RDMABuffer
 
 from titan_rl.errors import ConfigError
-from titan_rl.hosts.facts import HostFacts, detect_host, installed
+from titan_rl.hosts.facts import HostFacts, detect_host
+from titan_rl.importing import installed
 from titan_rl.metrics.timeline import SPANS, Pulse
 from titan_rl.processes import start_thread
 from titan_rl.rpc.connection import ConnectedActor, caller, endpoint

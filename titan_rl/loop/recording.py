@@ -33,7 +33,6 @@ BEST, WORST, RANDOM, WRONG, RIGHT = "best", "worst", "random", "wrong", "right"
 """Why a rollout is recorded: of a step, and of an evaluation."""
 WHOLE_GROUP_EVERY = 20
 """Steps. All samples of a prompt beside each other say what none of them says alone."""
-
 MOST_WRONG, MOST_SHOWN = 2, 3
 """Rollouts of an evaluation that are recorded: the first wrong ones, and with them the first right ones."""
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.overrides import EXIT_USAGE, Command, Verb, flat, to_toml, variant
 from titan_rl.playing.policies import number_of
+from titan_rl.run.run import make_run_directory
 from titan_rl.train import for_task, may_start, problems
 from titan_rl.view.read import read_run
 
@@ -120,11 +121,7 @@ def _act(command: Command, prog: str) -> int:
         return EXIT_USAGE
     console = Console(highlight=False)
     name = config.logging.name or Path(config.environment.name).stem
-    directory = Path(config.logging.directory) / time.strftime(f"tune-{name}-%Y%m%d-%H%M%S")
-    try:
-        directory.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"logging.directory: {directory} cannot be made: {error.strerror}") from error
+    directory = make_run_directory(replace(config, logging=replace(config.logging, name=f"tune-{name}")))
     entered = tried = candidates(config)
     began = time.monotonic()
     step = trial(config, Candidate(tried[0].settings), FEWEST_STEPS, directory)

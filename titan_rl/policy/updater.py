@@ -351,10 +351,6 @@ class PolicyUpdater:
             advantages = advantages - kl.coefficient * later_sums(costs, microbatch.samples)
         return replace(microbatch, advantages=advantages, proximal_logprobs=logprobs, values=values)
 
-    def _on_policy(self, microbatch: MicroBatch) -> Tensor:
-        """[N] bool; of whatever incarnation, as all sampled at this step with these weights."""
-        return (microbatch.versions & LARGEST_STEP) == self.step
-
     def _disagrees_with_engine(self, mean: float, outside: float) -> bool:
         """Whether trainer and generators do, the same on every rank; raises TrainingError where that is fatal."""
         warning, fatal = logprob_alarm(self._config.logprob_alarm, mean, outside)
@@ -408,7 +404,8 @@ class PolicyUpdater:
             entropies=entropies.detach(),
             log_ratio=logprobs.detach() - microbatch.behaviour_logprobs,
             log_ratio_before=before - microbatch.behaviour_logprobs,
-            on_policy=self._on_policy(microbatch) & first,
+            # of whatever incarnation: all that sampled at this step had these weights
+            on_policy=((microbatch.versions & LARGEST_STEP) == self.step) & first,
             reference_log_ratio=None if reference_logprobs is None else logprobs.detach() - reference_logprobs,
         )
         return loss

@@ -216,7 +216,7 @@ class GroupRunner:
                         f"generator.max_model_len is {self._max_model_len}"
                     )
                 samples.append(sample)
-        return GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=(), samples=tuple(samples))
+        return GroupResult(samples=tuple(samples))
 
     async def _roll_out(
         self, request: GroupRequest, sample: int, generate: Generate, opened: OpenRollout
@@ -290,8 +290,6 @@ class GroupRunner:
         restarts = self.pool.restarts
         reported, self._restarts_reported = self._restarts_reported, restarts
         return GroupResult(
-            group_id=request.group_id,
-            purpose=request.purpose,
             rollouts=tuple(map(with_numbers, rollouts, trajectories)) if opened else rollouts,
             trajectories=trajectories,
             samples=samples,

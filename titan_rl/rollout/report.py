@@ -61,13 +61,11 @@ _LONGEST_CHARACTER = 4
 class GroupResult:
     """A finished group: its rollouts and its training samples."""
 
-    group_id: int
-    purpose: Purpose
-    rollouts: tuple[RolloutRecord, ...]
+    rollouts: tuple[RolloutRecord, ...] = ()
     """In numbers. Empty for demonstrations, and where only the samples are known."""
     trajectories: tuple[Trajectory, ...] = ()
     """Of the rollouts; empty where the example could not be made."""
-    samples: tuple[TrainingSample, ...]
+    samples: tuple[TrainingSample, ...] = ()
     """Empty for evaluation groups; rollouts with an error contribute none."""
     example: ExamplePrompt | None = None
     """None where the example could not be made."""
@@ -80,9 +78,8 @@ class GroupResult:
         trajectory = next((each for each in self.trajectories if each.request.sample == rollout.sample), None)
         samples: Sequence[TrainingSample] = trained
         if not trained and trajectory is not None:
-            samples = training_samples(
-                self.group_id, [(rollout.sample, rollout.reward, trajectory.tree)], rollouts=count
-            )
+            whole = [(rollout.sample, rollout.reward, trajectory.tree)]
+            samples = training_samples(rollout.group, whole, rollouts=count)
         record = msgspec.structs.replace(
             rollout,
             advantage=trained[0].advantage if trained else None,
@@ -181,8 +178,8 @@ def _from_message(content: bytes) -> GroupReport:
 def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleRef]) -> GroupReport:
     """The report of a group whose samples were stored."""
     return GroupReport(
-        group_id=result.group_id,
-        purpose=result.purpose,
+        group_id=request.group_id,
+        purpose=request.purpose,
         attempt=request.attempt,
         rollouts=tuple(
             msgspec.structs.replace(each, error=sendable(each.error[:LONGEST_ERROR])) if each.error else each
@@ -240,9 +237,7 @@ def unplayed_rollouts(request: GroupRequest, error: TitanError) -> tuple[Rollout
 
 def unplayed(request: GroupRequest, error: TitanError) -> GroupReport:
     """The report of a group none of whose rollouts could be played."""
-    rollouts = unplayed_rollouts(request, error)
-    result = GroupResult(group_id=request.group_id, purpose=request.purpose, rollouts=rollouts, samples=())
-    return report_of(request, result, ())
+    return report_of(request, GroupResult(rollouts=unplayed_rollouts(request, error)), ())
 
 
 def means(numbers: Iterable[Mapping[str, float]]) -> dict[str, float]:

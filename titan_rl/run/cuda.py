@@ -10,7 +10,8 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan_rl.hosts.facts import HostFacts, installed
+from titan_rl.hosts.facts import HostFacts
+from titan_rl.importing import installed
 
 DRIVERS = {"12": 525, "13": 580}
 """The oldest driver for each major version of CUDA."""

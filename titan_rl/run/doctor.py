@@ -20,7 +20,8 @@ from rich.text import Text
 
 from titan_rl import __version__
 from titan_rl.errors import AbsentError, ConfigError, ConfigWarning
-from titan_rl.hosts.facts import HostFacts, detect_host, installed
+from titan_rl.hosts.facts import HostFacts, detect_host
+from titan_rl.importing import installed
 from titan_rl.isolation.policy_code import run_policy_code
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb

@@ -172,8 +172,7 @@ class Untrainable(StrEnum):
 
 
 SOLVED_SHARE = 0.95
-"""Of the groups that teach nothing: from here on nothing is left to learn. A policy that has learned its task may still
-be wrong, always in the same way, about a rare prompt."""
+"""Of groups that teach nothing; then nothing is left to learn, though rare prompts may always be answered wrongly."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -100,18 +100,18 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         from torchtitan.models.common.param_init import skip_param_init
         from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 
-        no_init = {"weight": skip_param_init}  # they come from the checkpoint; one that lacks a tensor is refused
-        init: dict[str, Any] = {"wqkv_param_init": no_init, "wo_param_init": no_init}
+        no_init: Any = {"weight": skip_param_init}  # they come from the checkpoint; one that lacks a tensor is refused
+        init = {"wqkv_param_init": no_init, "wo_param_init": no_init}
+        ffn = {"w1_param_init": no_init, "w2w3_param_init": no_init}
         sizes = {"dim": self.dim, "n_heads": self.heads, "n_kv_heads": self.kv_heads, "head_dim": self.head_dim}
         head_norm = self.norm(self.head_dim) if self.head_norms else None
-        ffn_init: dict[str, Any] = {"w1_param_init": no_init, "w2w3_param_init": no_init}
         return Qwen3TransformerBlock.Config(
             attention_norm=self.norm(self.dim),
             ffn_norm=self.norm(self.dim),
             attention=make_gqa_config(
                 **sizes, **init, inner_attention=attention, fuse_qkv=False, rope=self.rope(), qk_norm=head_norm
             ),
-            feed_forward=make_ffn_config(dim=self.dim, hidden_dim=self.ffn, **ffn_init),
+            feed_forward=make_ffn_config(dim=self.dim, hidden_dim=self.ffn, **ffn),
         )
 
     def adapter(self, config: Any) -> Any:
