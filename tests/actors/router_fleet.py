@@ -34,6 +34,19 @@ def request(request_id: str, *, step: int = 0, session: str | None = None) -> Ge
     )
 
 
+async def streamed(client: RouterClient, each: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+    """What `RouterClient.stream` tells, and then its completion."""
+    told: asyncio.Queue[Piece | None] = asyncio.Queue()
+    call = asyncio.create_task(client.stream(each, told.put_nowait))
+    call.add_done_callback(lambda _: told.put_nowait(None))
+    try:
+        while (piece := await told.get()) is not None:
+            yield piece
+        yield call.result()
+    finally:
+        call.cancel()
+
+
 class Fleet:
     """A router over scripted generators, all serving v0."""
 
@@ -85,17 +98,8 @@ class Fleet:
         await asyncio.gather(call, return_exceptions=True)
         await self._clients[call].fleet_status()
 
-    async def stream(self, each: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
-        """What `RouterClient.stream` tells, and then its completion."""
-        told: asyncio.Queue[Piece | None] = asyncio.Queue()
-        call = asyncio.create_task(self.router.stream(each, told.put_nowait))
-        call.add_done_callback(lambda _: told.put_nowait(None))
-        try:
-            while (piece := await told.get()) is not None:
-                yield piece
-            yield call.result()
-        finally:
-            call.cancel()
+    def stream(self, each: GenerationRequest) -> AsyncGenerator[Piece | Completion, None]:
+        return streamed(self.router, each)
 
     def pull(self, *steps: int) -> asyncio.Task[Any]:
         """Have these served, and no others; done when the newest is."""

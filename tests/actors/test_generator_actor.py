@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from router_fleet import streamed
 
 from titan_rl.actors.generator import Generator, GeneratorClient
 from titan_rl.actors.router_client import RouterClient
@@ -71,7 +72,7 @@ class One:
 
     async def begin(self) -> asyncio.Task[Completion]:
         """A long request of which a token is sampled by now."""
-        stream = self.client.stream(request(new=LONG))
+        stream = streamed(self.client, request(new=LONG))
         await asyncio.wait_for(anext(stream), BOUND)
 
         async def completion() -> Completion:
@@ -163,7 +164,7 @@ async def test_a_stream_gets_its_tokens_while_more_are_sampled_and_frees_its_slo
 ) -> None:
     slow = fleet.generators["slow"]
     whole = await slow.client.generate(request(new=8))
-    stream = slow.client.stream(request(new=LONG))
+    stream = streamed(slow.client, request(new=LONG))
     tokens: list[int] = []
     while len(tokens) < 8:
         piece = await asyncio.wait_for(anext(stream), BOUND)
