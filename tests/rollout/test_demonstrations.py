@@ -50,7 +50,7 @@ async def test_a_group_is_the_next_demonstrations_of_the_stream(letters):
         assert sample.token_ids.tolist() == [*prompt, *answer]
         assert sample.loss_mask.tolist() == [False] * len(prompt) + [True] * len(answer)
         assert not sample.logprobs.any() and (sample.versions == NO_VERSION).all()
-    assert all(group.rollouts == () and group.purpose is Purpose.DEMONSTRATE for group in groups)
+    assert all(group.rollouts == () for group in groups)
 
 
 async def test_only_the_policys_turns_are_taught(model_path):
