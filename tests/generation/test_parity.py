@@ -28,7 +28,6 @@ SHAPES = {
     "tied": TinyPolicyConfig(max_length=LENGTH, seed=0),
     "untied": TinyPolicyConfig(max_length=LENGTH, seed=1, tied_embeddings=False, layers=3),
     "wide heads": TinyPolicyConfig(max_length=LENGTH, seed=2, head_dim=128, dim=96, heads=2, ffn=320),
-    "uneven heads": TinyPolicyConfig(max_length=LENGTH, seed=3, head_dim=80, heads=2, kv_heads=2, ffn=250),
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "one rank": {},
