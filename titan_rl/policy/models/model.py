@@ -163,6 +163,10 @@ def build_policy(
     with torch.no_grad():
         model.init_weights(buffer_device=None)
         share_padding_of_tied_shards(model)
+    if config.parity == "bitwise":
+        from titan_rl.policy.models.bitwise import make_bitwise
+
+        make_bitwise(model, getattr(torch, config.dtype))
     model.train()
     return Policy(
         module=model,
@@ -225,6 +229,9 @@ class ScoringHead(Linear):
     class Config(Linear.Config):
         pass
 
+    as_engine = False
+    """See `token_scores`."""
+
     def forward(
         self, input: Tensor, rows: Tensor, targets: Tensor, temperature: float, supports: Supports | None
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -238,7 +245,7 @@ class ScoringHead(Linear):
             # Each rank's part of the vocabulary gives the hidden rows a summand of their gradient.
             head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
         hidden = input[0].index_select(0, rows)
-        parts: dict[str, Any] = {"vocab_start": vocab_start, "group": group}
+        parts: dict[str, Any] = {"vocab_start": vocab_start, "group": group, "as_engine": self.as_engine}
         return *token_scores(hidden, head, targets, temperature=temperature, supports=supports, **parts), hidden
 
 
