@@ -28,6 +28,7 @@ SHAPES = {
     "tied": TinyPolicyConfig(max_length=LENGTH, seed=0),
     "untied": TinyPolicyConfig(max_length=LENGTH, seed=1, tied_embeddings=False, layers=3),
     "wide heads": TinyPolicyConfig(max_length=LENGTH, seed=2, head_dim=128, dim=96, heads=2, ffn=320),
+    "llama": TinyPolicyConfig(max_length=LENGTH, seed=4, architecture="llama3"),
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "one rank": {},
