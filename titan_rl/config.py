@@ -263,7 +263,7 @@ class RunConfig:
     def generator_settings(self) -> GeneratorConfig:
         """`generator`, with what the whole run decides for it."""
         shares = self.generator.shares_device or self.placement.ranks_per_device > 1
-        deterministic = self.deterministic or self.generator.deterministic
+        deterministic = self.deterministic or self.generator.deterministic or self.trainer.parity == "bitwise"
         return replace(self.generator, deterministic=deterministic, shares_device=shares)
 
     def generator_names(self) -> list[str]:

@@ -62,3 +62,32 @@ def test_more_tensor_parallel_ranks_than_two_are_refused_on_cpu(capsys):
     assert train.main(line.split()) == 2
     assert "on CPU deterministic = true holds for 1 and 2 ranks only" in capsys.readouterr().err
     assert train.main(line.replace("true", "false").split()) == 0
+
+
+def test_parity_makes_generators_deterministic_and_nothing_else():
+    plain = copy4()
+    config = replace(plain, trainer=replace(plain.trainer, parity="bitwise"))
+    assert config.generator_settings() == replace(plain.generator_settings(), deterministic=True)
+    assert not config.trainer_settings().deterministic and not config.staleness_limits().deterministic
+    assert "VLLM_CPU_ATTN_SPLIT_KV" in environment(config, "generator1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ("--placement.device cuda", "placement.device cpu: on CUDA no run of it was ever made"),
+        ("--trainer.tensor-parallel 2", "trainer.tensor_parallel 1 (generators may have 1 or 2 ranks)"),
+        ("--trainer.dtype bfloat16", "trainer.dtype float32, which generators compute in"),
+        ("--generator.engine simulated", "generator.engine vllm"),
+        ("--trainer.activation-checkpointing selective", "another trainer.activation_checkpointing"),
+    ],
+)
+def test_what_parity_does_not_hold_for_is_refused_by_name(capsys, settings, needed):
+    line = f"--recipe copy4 --trainer.parity bitwise --dry-run {settings}"
+    assert train.main(line.split()) == 2
+    assert f"trainer.parity bitwise needs {needed}" in capsys.readouterr().err
+
+
+def test_parity_is_not_refused_where_it_holds():
+    line = "--recipe copy4_async --trainer.parity bitwise --generator.tensor-parallel 2 --trainer.data-parallel 2"
+    assert train.main([*line.split(), "--dry-run"]) == 0

@@ -21,7 +21,8 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
 
 from titan_rl.errors import ConfigError
-from titan_rl.generation.vllm.adaptation import check_rows, halved_linear, one_token_each, row_linear
+from titan_rl.generation.vllm.adaptation import check_rows, one_token_each
+from titan_rl.generation.vllm.rows import halved_linear, row_linear
 from titan_rl.policy.config import TinyPolicyConfig
 
 Answers = dict[str, tuple[list[int], bytes]]

@@ -208,6 +208,10 @@ class TrainerConfig:
     """The trainer's part of the run's `deterministic`, which turns it on: torch refuses operations that it knows to
     differ from run to run (on CPU there are none in a step). The same batches in the same order then give bitwise the
     same weights. Samples in another order, or another number of ranks, change their last bits."""
+    parity: Literal["auto", "bitwise"] = "auto"
+    """"bitwise": on CPU, compute the logprob of a token that this very version sampled as the generators did, to the
+    last bit, and end the run at the first that differs. Generators are then deterministic (see `generator`), and a step
+    takes longer (`policy/README.md`). "auto": trainer and generators round each in their own way."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     epochs: Count = 1
     """How often a batch is trained before its policy version is published. With several optimizer steps a batch, ratios

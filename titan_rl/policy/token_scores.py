@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from titan_rl.generation.vllm.rows import row_linear
 from titan_rl.support import Supports
 
 CHUNK_ELEMENTS = {"cpu": 16 << 20, "cuda": 128 << 20}
@@ -30,6 +31,7 @@ def token_scores(
     supports: Supports | None = None,
     vocab_start: int = 0,
     group: dist.ProcessGroup | None = None,
+    as_engine: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of `targets` and entropy under softmax(hidden @ head.T / temperature), over their supports.
 
@@ -41,11 +43,15 @@ def token_scores(
         supports: of the N targets, each in its own; None: the whole vocabulary is every target's.
         group: the ranks that hold the other parts, None when `head` is whole. All of them must call with the
             same rows and use the results alike.
+        as_engine: compute logprobs by the operations of a deterministic engine on CPU, to the last bit; without
+            `group`.
 
     Returns:
         logprobs [N] and entropies [N] (nats), float32.
     """
-    logprobs, entropies = _TokenScores.apply(hidden, head, targets, temperature, supports, vocab_start, group)
+    logprobs, entropies = _TokenScores.apply(
+        hidden, head, targets, temperature, supports, vocab_start, group, as_engine
+    )
     return logprobs, entropies
 
 
@@ -60,15 +66,19 @@ class _TokenScores(torch.autograd.Function):
         supports: Supports | None,
         vocab_start: int,
         group: dist.ProcessGroup | None,
+        as_engine: bool,
     ) -> tuple[Tensor, Tensor]:
         local = targets - vocab_start
         owned = (local >= 0) & (local < len(head))
         local = local.clamp(0, len(head) - 1)
         logprobs, entropies, log_norms = (hidden.new_empty(len(hidden), dtype=torch.float32) for _ in range(3))
         for part in _chunks(hidden, head):
-            scaled = F.linear(hidden[part], head).float().div_(temperature)
+            logits = row_linear(hidden[part], head, None) if as_engine else F.linear(hidden[part], head)
+            scaled = logits.float().div_(temperature)
             if (impossible := _impossible(supports, part, head, vocab_start)) is not None:
                 scaled.masked_fill_(impossible, -torch.inf)
+            if as_engine:
+                engines = scaled.log_softmax(-1).gather(1, local[part, None])[:, 0]
             peak = scaled.amax(-1)
             if group is not None:
                 dist.all_reduce(peak, dist.ReduceOp.MAX, group)
@@ -83,7 +93,7 @@ class _TokenScores(torch.autograd.Function):
                 dist.all_reduce(sums, dist.ReduceOp.SUM, group)
             norm, weighted, target = sums
             log_norm = norm.log()
-            logprobs[part] = target - log_norm
+            logprobs[part] = engines if as_engine else target - log_norm
             # Relative to the peak both terms are small for a sure policy; absolute logits would cancel.
             entropies[part] = log_norm - weighted / norm
             log_norms[part] = peak + log_norm
@@ -113,7 +123,7 @@ class _TokenScores(torch.autograd.Function):
             del grad, share
         # Without rows it is 0 and not None: FSDP reduces it on all ranks.
         grad_head = torch.zeros_like(head) if grad_head is None else grad_head.to(head.dtype)
-        return grad_hidden, grad_head, None, None, None, None, None
+        return grad_hidden, grad_head, None, None, None, None, None, None
 
 
 def _impossible(supports: Supports | None, part: slice, head: Tensor, vocab_start: int) -> Tensor | None:

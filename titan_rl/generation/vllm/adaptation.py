@@ -43,7 +43,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.layers import utils as vllm_linear
 from vllm.model_executor.layers.layernorm import RMSNorm
@@ -55,6 +55,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.packed import PackedMatrix, packed
+from titan_rl.generation.vllm.rows import TILE, halved_linear, row_linear
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`(x [M, K], weight [N, K], bias [N] or None) -> [M, N]`."""
@@ -63,9 +64,6 @@ AUTO, PACKED, PLAIN, DETERMINISTIC = "auto", "packed", "plain", "deterministic"
 
 PACKED_FROM = 192
 """Hidden size from which "auto" is packed; smaller products gain nothing."""
-
-TILE = 16
-"""Rows from which on float32 products give every row alike, and rows of each bfloat16 product."""
 
 _CHECKED_BATCHES = (1, 2, 3, 5, TILE - 1, TILE, TILE + 1, 3 * TILE, 129)
 """Batch sizes on both sides of where libraries change kernels."""
@@ -167,23 +165,6 @@ def _linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` with every row computed alike, whatever rows stand beside it."""
-    rows = x.shape[0]
-    if x.dtype == torch.float32:
-        return linear(x, weight, bias) if rows >= TILE else linear(_padded(x, TILE), weight, bias)[:rows]
-    if rows <= TILE:
-        return linear(_padded(x, TILE), weight, bias)[:rows]
-    tiles = _padded(x, rows + -rows % TILE).split(TILE)
-    return torch.cat([linear(tile, weight, bias) for tile in tiles])[:rows]
-
-
-def halved_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`row_linear` as two tensor-parallel ranks compute it: each its half of the inner dimension, then one sum."""
-    half = x.shape[-1] // 2
-    return row_linear(x[:, :half], weight[:, :half], bias) + row_linear(x[:, half:], weight[:, half:], None)
-
-
 def _build(builder: CPUAttentionMetadataBuilder, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
     return _stock_build(builder, common_prefix_len, one_token_each(common), fast_build)
 
@@ -229,7 +210,3 @@ def check_rows(model: torch.nn.Module) -> None:
                     f"deterministic = true cannot be had on this CPU: {path} ({weight.dtype}, "
                     f"{tuple(weight.shape)}) gives a row differently among {rows} rows than alone"
                 )
-
-
-def _padded(x: Tensor, rows: int) -> Tensor:
-    return x if x.shape[0] == rows else pad(x, (0, 0, 0, rows - x.shape[0]))

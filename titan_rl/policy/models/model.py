@@ -35,7 +35,6 @@ from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.common.rope import ComplexRoPE
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
@@ -163,6 +162,10 @@ def build_policy(
     with torch.no_grad():
         model.init_weights(buffer_device=None)
         share_padding_of_tied_shards(model)
+    if config.parity == "bitwise":
+        from titan_rl.policy.models.bitwise import make_bitwise
+
+        make_bitwise(model, getattr(torch, config.dtype))
     model.train()
     return Policy(
         module=model,
@@ -206,15 +209,24 @@ def decoder_config(shape: Architecture, attention: VarlenAttention.Config) -> De
 
 
 class Llama3RoPE(CosSinRoPE):
-    """Llama 3.1's frequencies, which torchtitan has for rotations of neighbours only."""
+    """Llama 3.1's frequencies, which torchtitan has for rotations of neighbours only, and whose cosines it takes in
+    another way than vLLM: they differ in their last bits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         pass
 
     def _precompute_cache(self) -> Tensor:
-        rotations = ComplexRoPE._precompute_cache(self)  # type: ignore[arg-type]  # it reads the config only
-        return torch.cat([rotations.real] * 2 + [rotations.imag] * 2, dim=-1)
+        of, slow, fast = self.config, self.config.low_freq_factor, self.config.high_freq_factor
+        kept = 1.0 / (of.theta ** (torch.arange(0, of.dim, 2).float() / of.dim))
+        lengths = 2 * math.pi / kept
+        smooth = (of.original_max_position_embeddings / lengths - slow) / (fast - slow)
+        slower = kept / of.scaling_factor
+        mixed = (1 - smooth) * kept / of.scaling_factor + smooth * kept
+        mixed = torch.where(lengths > of.original_max_position_embeddings / slow, slower, mixed)
+        frequencies = torch.where(lengths < of.original_max_position_embeddings / fast, kept, mixed)
+        angles = torch.outer(torch.arange(of.max_seq_len).float(), frequencies)
+        return torch.cat([angles.cos()] * 2 + [angles.sin()] * 2, dim=-1)
 
 
 class ScoringHead(Linear):
@@ -224,6 +236,9 @@ class ScoringHead(Linear):
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
+
+    as_engine = False
+    """See `token_scores`."""
 
     def forward(
         self, input: Tensor, rows: Tensor, targets: Tensor, temperature: float, supports: Supports | None
@@ -238,7 +253,7 @@ class ScoringHead(Linear):
             # Each rank's part of the vocabulary gives the hidden rows a summand of their gradient.
             head, input = head.to_local(), input.to_local(grad_placements=[Partial()])
         hidden = input[0].index_select(0, rows)
-        parts: dict[str, Any] = {"vocab_start": vocab_start, "group": group}
+        parts: dict[str, Any] = {"vocab_start": vocab_start, "group": group, "as_engine": self.as_engine}
         return *token_scores(hidden, head, targets, temperature=temperature, supports=supports, **parts), hidden
 
 
