@@ -33,6 +33,7 @@ from titan_rl.weights.manifest import Publication, TensorShard
 if TYPE_CHECKING:
     from titan_rl.policy.state_copies import StateCopies
     from titan_rl.policy.updater import PolicyUpdater
+    from titan_rl.weights.adapters import Adapters
     from titan_rl.weights.publisher import SharedMemoryPublisher
 
 P = ParamSpec("P")
@@ -212,7 +213,8 @@ class PolicyTrainer(ConnectedActor):
     @in_order
     def push_model_state_dict(self) -> Publication | None:
         updater = self._updater
-        return self._publish(PolicyVersion(updater.incarnation, updater.step), updater.local_shards())
+        version = PolicyVersion(updater.incarnation, updater.step)
+        return self._publish(version, updater.local_shards(), updater.adapters())
 
     @in_order
     def release(self, version: PolicyVersion) -> None:
@@ -266,7 +268,10 @@ class PolicyTrainer(ConnectedActor):
     def publish_again(self, directory: str, version: PolicyVersion) -> Publication | None:
         from titan_rl.weights.publisher import shards_of_files
 
-        return self._publish(version, shards_of_files(Path(directory, str(version))) if self._rank == 0 else ())
+        stored = Path(directory, str(version))
+        if (adapters := self._updater.adapters(stored)) is not None:
+            return self._publish(version, self._updater.local_shards(), adapters)
+        return self._publish(version, shards_of_files(stored) if self._rank == 0 else ())
 
     @in_order
     def free(self) -> None:
@@ -285,14 +290,18 @@ class PolicyTrainer(ConnectedActor):
         finally:
             self._in_step = 0
 
-    def _publish(self, version: PolicyVersion, shards: Iterable[TensorShard]) -> Publication | None:
+    def _publish(
+        self, version: PolicyVersion, shards: Iterable[TensorShard], adapters: Adapters | None = None
+    ) -> Publication | None:
         """What is published, on rank 0."""
         import torch
 
         timeline.doing("publish")
         assert self._publisher is not None
         served_dtype = getattr(torch, self._config.generator.dtype)
-        publication = self._publisher.publish(version, shards, dtype=served_dtype, aliases=self._updater.aliases)
+        publication = self._publisher.publish(
+            version, shards, dtype=served_dtype, aliases=self._updater.aliases, adapters=adapters
+        )
         return publication if self._rank == 0 else None
 
     def _copy(self, *, reference: bool = False) -> str:

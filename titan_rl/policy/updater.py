@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
-from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole
+from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole, whole_tensor
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
@@ -43,7 +43,10 @@ from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.policy.training_state import CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, part_of, read_state
 from titan_rl.types import LARGEST_STEP, PolicyVersion
+from titan_rl.weights.adapters import Adapters
 from titan_rl.weights.manifest import TIED, TensorShard
+from titan_rl.weights.publisher import shards_of_files
+from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
@@ -60,6 +63,11 @@ def import_torchtitan(device: str) -> None:
     choose_device(device)
     import titan_rl.policy.models.model
     import titan_rl.policy.optimizer  # noqa: F401
+
+
+def _shards_of(tensors: Mapping[str, Tensor]) -> list[TensorShard]:
+    """This rank's, empty ones left out."""
+    return [shard for name, tensor in tensors.items() if (shard := local_shard(name, tensor)).data.numel()]
 
 
 class PolicyUpdater:
@@ -92,6 +100,7 @@ class PolicyUpdater:
         shape.check_tensor_parallel("trainer.tensor_parallel", config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
         import_torchtitan(device)
+        from titan_rl.policy.models.lora import reset_adapters
         from titan_rl.policy.models.model import build_policy
         from titan_rl.policy.optimizer import PolicyOptimizer
 
@@ -104,8 +113,9 @@ class PolicyUpdater:
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
         load_weights(self._policy, model_path)
-        shards = (local_shard(name, tensor) for name, tensor in self._policy.tensors.items())
-        self._shards = [shard for shard in shards if shard.data.numel()]
+        reset_adapters(self._policy, seed)
+        self._shards = _shards_of(self._policy.tensors)
+        self._learning = [shard.data for shard in (_shards_of(self._policy.adapters) or self._shards)]
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._critic = Critic(config, shape.dim, self._device) if config.critic.coefficient else None
         self._reference: Policy | None = None
@@ -187,15 +197,30 @@ class PolicyUpdater:
         return metrics
 
     def local_shards(self) -> Sequence[TensorShard]:
-        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
+        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`). With
+        LoRA: of the base."""
         return self._shards
+
+    def adapters(self, directory: Path | None = None) -> Adapters | None:
+        """LoRA's, whole on every rank: the live ones, or those that a publication left in `directory`. Raises
+        WeightsError, on all ranks, if one cannot read them."""
+        if not self._policy.adapters:
+            return None
+        if directory is None:
+            tensors = {name: whole_tensor(tensor) for name, tensor in self._policy.adapters.items()}
+        else:
+            tensors = Ranks(dist.group.WORLD).together(
+                f"{directory} cannot be published",
+                lambda: {each.name: each.data for each in shards_of_files(directory)},
+            )
+        return Adapters(alpha=self._config.lora.lora_alpha, tensors=tensors)
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         StorageError, on all ranks, if rank 0 could not write it, TrainingError as `begin_save`."""
         self._raise_if_torn()
         try:
-            save_whole(directory, self._source, self._policy.tensors, self._config.dtype)
+            save_whole(directory, self._source, self._policy.tensors, self._config.dtype, self.adapters())
         except WeightsError as error:
             raise StorageError(f"step {self.step}: {error}") from error
 
@@ -245,7 +270,7 @@ class PolicyUpdater:
 
     def _local_tensors(self) -> list[Tensor]:
         critic = self._critic.tensors.values() if self._critic else ()
-        return [*(shard.data for shard in self._shards), *self._optimizer.local_tensors(), *critic]
+        return [*self._learning, *self._optimizer.local_tensors(), *critic]
 
     def _frozen(self) -> list[Tensor]:
         """Of the reference, if a file does not have it."""
@@ -253,9 +278,9 @@ class PolicyUpdater:
 
     def _state(self) -> dict[str, Any]:
         """Live tensors and plain values by name."""
-        reference = {} if self._reference is None or self._teacher else self._reference.tensors
+        reference = {} if self._reference is None or self._teacher else self._reference.trained
         critic = self._critic.tensors if self._critic else {}
-        parts = {WEIGHTS: self._policy.tensors, MOMENTS: self._optimizer.state_dict()}
+        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.state_dict()}
         parts |= {REFERENCE: reference, CRITIC: critic}
         return {"step": self.step} | {of + name: value for of, part in parts.items() for name, value in part.items()}
 

@@ -43,6 +43,8 @@ from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from titan_rl.weights.adapters import Adapters
+
 Shapes = dict[str, tuple[int, ...]]
 """Global shape of each tensor that a rank holds a part of."""
 
@@ -79,6 +81,7 @@ class SharedMemoryPublisher:
         directory: Path = DIRECTORY,
     ) -> None:
         self._channel = channel
+        self._rank = rank
         self._ranks = Ranks(group)
         self._max_live = max_live
         self._hosts = tuple(dict.fromkeys(hosts)) or (os.environ.get(HOST, "host0"),)
@@ -96,6 +99,7 @@ class SharedMemoryPublisher:
         *,
         dtype: torch.dtype,
         aliases: Sequence[tuple[str, str]] = (),
+        adapters: Adapters | None = None,
     ) -> Publication:
         """Store this rank's shards in a free slot, cast to `dtype`. Collective.
 
@@ -103,6 +107,8 @@ class SharedMemoryPublisher:
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
             aliases: `(name, name of a shard)` of tensors that share another's bytes.
+            adapters: the same on all ranks; then `shards` are the base, of which nothing is stored, and the manifest
+                has the fingerprints of what the adapters make of it.
 
         Raises:
             WeightsError: on all ranks, and no version is harmed: no free slot (names the live versions), shards
@@ -116,10 +122,21 @@ class SharedMemoryPublisher:
             raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {[*versions]}")
         layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, tuple(aliases)))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
+        served: Manifest | None = None
+        if adapters is not None:
+            sums = self._ranks.together(what, lambda: _effective_sums(layout, adapters, written, dtype))
+            self._ranks.add(sums)
+            served = _with_fingerprints(what, layout, *sums.tolist())
+            shapes = {name: tuple(tensor.shape) for name, tensor in adapters.tensors.items()}
+            layout = _merged_layout([shapes], torch.float32, tuple(aliases))
+            whole = [TensorShard.whole(name, tensor) for name, tensor in adapters.tensors.items()]
+            written = whole if self._rank == 0 else []
         segment = self._open(what, slot, layout)
         sums = self._ranks.together(what, lambda: _write(segment, layout, written))
         self._ranks.add(sums)
         manifest = _with_fingerprints(what, layout, *sums.tolist())
+        if adapters is not None and served is not None:
+            manifest = replace(manifest, served=served.entries, lora_alpha=adapters.alpha)
         if self._exchange is not None:
             self._exchange.complete(what, segment, layout, written)
         self._live[version] = slot
@@ -284,6 +301,20 @@ def _write(segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> 
         fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
         elements[index] += shard.data.numel()
     # To read the sums is to wait for the copies, which were queued before.
+    return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
+
+
+def _effective_sums(layout: Manifest, adapters: Adapters, base: Sequence[TensorShard], dtype: torch.dtype) -> Tensor:
+    """As `_write`, of what the adapters make of these shards; nothing is stored."""
+    indices = {entry.name: index for index, entry in enumerate(layout.entries)}
+    elements, device = [0] * len(indices), base[0].data.device if base else "cpu"
+    fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
+    for shard in base:
+        index = indices[shard.name]
+        for row, piece in adapters.pieces(shard.name, shard.data.detach(), shard.slices, dtype):
+            offset = (shard.offset[0] + row, *shard.offset[1:])
+            fingerprints[index].add_(shard_sum(piece, shard.global_shape, offset))
+        elements[index] += shard.data.numel()
     return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
 
 

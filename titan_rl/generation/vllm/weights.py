@@ -19,6 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from titan_rl.errors import WeightsError
 from titan_rl.generation.vllm.packed import PackedMatrix
+from titan_rl.weights.adapters import AdaptedTensor
 from titan_rl.weights.fingerprint import BITS
 from titan_rl.weights.manifest import TensorShard
 
@@ -62,26 +63,27 @@ def served_shards(model: torch.nn.Module, *, packed: bool = True) -> Iterator[Te
                 )
 
 
-def load(tensors: Mapping[str, Tensor], served: Iterable[TensorShard]) -> None:
+def load(tensors: Mapping[str, Tensor | AdaptedTensor], served: Iterable[TensorShard]) -> None:
     """Store whole tensors in these shards; a shard of another name stays as it is. The tensors may change after it."""
     for shard in served:
         if (whole := tensors.get(shard.name)) is None:
             continue
-        box = whole[shard.slices]
-        if shard.data.device.type == "cpu":
+        device = shard.data.device
+        box = whole[shard.slices] if isinstance(whole, Tensor) else whole.to(device)[shard.slices]
+        if device.type == "cpu":
             from titan_rl.weights.panels import store  # here: it loads numba
 
             store(box, shard.data)
             continue
         # A box of columns is cut out on the device: the host would put it together in one thread. More bytes cross,
         # and the device needs room for the whole matrix.
-        box = box if box.is_contiguous() else whole.to(shard.data.device, non_blocking=True)[shard.slices]
+        box = box if box.is_contiguous() else whole.to(device, non_blocking=True)[shard.slices]
         shard.data.copy_(box, non_blocking=True)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
-def check_places(tensors: Mapping[str, Tensor], parameters: Iterable[TensorShard]) -> None:
+def check_places(tensors: Mapping[str, Tensor | AdaptedTensor], parameters: Iterable[TensorShard]) -> None:
     """Raises WeightsError, which names it, for a tensor that is not where it would be stored. vLLM has loaded them."""
     for shard in parameters:
         if shard.name in tensors:

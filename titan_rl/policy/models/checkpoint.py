@@ -32,6 +32,10 @@ from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
+    from titan_rl.weights.adapters import Adapters
+
+ADAPTER = "adapter"
+"""Of a checkpoint that was trained with LoRA: the directory of the adapters."""
 
 
 def load_weights(policy: Policy, directory: Path) -> None:
@@ -69,24 +73,36 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     return files
 
 
-def save_whole(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
-    """`write_checkpoint` of the whole tensors, in this dtype, by rank 0. Collective. Raises WeightsError, on all ranks,
-    if rank 0 could not."""
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save_whole(
+    directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str, adapters: Adapters | None
+) -> None:
+    """`write_checkpoint` of the whole tensors by rank 0. Collective. Raises WeightsError, on all ranks, if rank 0 could
+    not."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        # a collective; one at a time, so that other ranks hold one only
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        full = whole_tensor(tensor)  # one at a time, so that other ranks hold one only
         if dist.get_rank() == 0:
             whole[name] = full.to("cpu", getattr(torch, dtype)).contiguous()
     Ranks(dist.group.WORLD).together(
         f"the checkpoint {directory} could not be written",
-        lambda: write_checkpoint(directory, source, whole, dtype) if dist.get_rank() == 0 else None,
+        lambda: write_checkpoint(directory, source, whole, dtype, adapters) if dist.get_rank() == 0 else None,
     )
 
 
-def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
-    """Write `tensors`, of this dtype, with the config and tokenizer files of `source` as the checkpoint `directory`,
-    which is new, empty, or written by an earlier call. Raises ConfigError otherwise."""
+def write_checkpoint(
+    directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str, adapters: Adapters | None = None
+) -> None:
+    """Write `tensors` in this dtype, with the config and tokenizer files of `source`, as the checkpoint `directory`,
+    which is new, empty, or written by an earlier call. Raises ConfigError otherwise. `adapters` of these tensors are
+    merged into them, and written beside them in PEFT's format."""
+    served = getattr(torch, dtype)
+    everything = (slice(None), slice(None))
+    merge = adapters.box if adapters is not None else lambda name, tensor, box, dtype: tensor.to(dtype)
     with replacing(directory) as draft:
         for file in source.iterdir():
             weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
@@ -95,7 +111,29 @@ def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor
         config = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5; two would be one too many
         (draft / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-        save_file(dict(tensors), draft / "model.safetensors", metadata={"format": "pt"})
+        merged = {name: merge(name, tensor, everything, served) for name, tensor in tensors.items()}
+        save_file(merged, draft / "model.safetensors", metadata={"format": "pt"})
+        if adapters is not None:
+            _write_adapters(draft / ADAPTER, source, adapters)
+
+
+def _write_adapters(directory: Path, base: Path, adapters: Adapters) -> None:
+    """As `peft.PeftModel.from_pretrained` reads them."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": adapters.r,
+        "lora_alpha": adapters.alpha,
+        "target_modules": sorted({name.split(".")[-3] for name in adapters.tensors}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in adapters.tensors.items()}
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def local_shard(name: str, tensor: Tensor) -> TensorShard:
