@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from titan_rl.weights.adapters import AdaptedTensor
-
     from titan_rl.weights.ranks import Ranks
 
 _DIGEST_BYTES = 8
