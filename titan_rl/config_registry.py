@@ -77,14 +77,6 @@ def copy4_quick() -> RunConfig:
     )
 
 
-def copy4_lora() -> RunConfig:
-    """copy4_quick by adapters of rank 8, for a base that was taught a little: --policy.path DIR."""
-    return variant(
-        copy4_quick(),
-        {"trainer.lora.r": 8, "trainer.optimizer.lr": 5e-3, "loop.steps": 60, "evaluation.target_exact_match": 0.9},
-    )
-
-
 def task() -> RunConfig:
     """What `titan-rl train task.py` begins with; the rest is chosen for the task (`run.first_settings`)."""
     return variant(
@@ -118,7 +110,7 @@ def cpu_smoke() -> RunConfig:
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
-    recipe.__name__: recipe for recipe in (copy4, copy4_2x2, copy4_async, copy4_quick, copy4_lora, task, cpu_smoke)
+    recipe.__name__: recipe for recipe in (copy4, copy4_2x2, copy4_async, copy4_quick, task, cpu_smoke)
 }
 """What `--recipe` takes by short name."""
 

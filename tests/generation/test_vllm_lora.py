@@ -35,9 +35,9 @@ def test_a_hot_swap_of_adapters_has_versions_per_token_and_their_logprobs(facts:
 
 @pytest.mark.parametrize("damage", ["doubled scale", "missing module", "stale adapter", "changed base"])
 def test_other_effective_weights_are_refused_before_a_token_is_served(facts: Facts, damage: str) -> None:
-    assert "model.layers.1.self_attn.k_proj.weight is not what was published" in facts["refused", damage] or (
-        damage != "changed base" and "is not what was published" in facts["refused", damage]
-    )
+    several = damage in ("doubled scale", "stale adapter")  # every adapted matrix is another; some are named
+    module = "model.layers.0." if several else "model.layers.1.self_attn.k_proj.weight"
+    assert module in facts["refused", damage] and "is not what was published" in facts["refused", damage]
     after = facts["after", damage]
     assert after.token_ids.tolist() == facts["second"].token_ids.tolist(), "the next good version is served"
     assert after.logprobs.tobytes() == facts["second"].logprobs.tobytes()

@@ -16,7 +16,7 @@ from vllm_loop_scenario import BOUND, Loop, replay
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.adapters import Adapters
+from titan_rl.weights.adapters import WHOLE, Adapters
 from titan_rl.weights.manifest import TIED, Publication, TensorShard
 from titan_rl.weights.segment_files import segment_at
 
@@ -68,8 +68,7 @@ def driven(this: Loop, base: dict[str, Tensor]) -> dict[str, Any]:
     own = {name: adapters(base, seed) for seed, name in enumerate(("first", "second"))}
     for name, each in own.items():
         publication = publish(this, name, base, each)
-    everything = (slice(None), slice(None))
-    merged = {name: own["second"].box(name, each, everything, torch.float32) for name, each in base.items()}
+    merged = {name: own["second"].box(name, each, WHOLE, torch.float32) for name, each in base.items()}
     this.publish("merged", merged)
     changed = base | {f"{MODULE}.weight": base[f"{MODULE}.weight"].clone()}
     changed[f"{MODULE}.weight"].view(torch.int32)[0, 0] ^= 1

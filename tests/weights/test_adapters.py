@@ -17,7 +17,7 @@ from weight_examples import EMBEDDING, TIED, Engine, bits, publisher_in, whole_s
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.adapters import Adapters
+from titan_rl.weights.adapters import WHOLE, Adapters
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
@@ -94,9 +94,7 @@ def test_only_adapters_are_published_and_effective_weights_are_served(base: dict
     assert sum(entry.nbytes for entry in publication.manifest.entries) == 4 * R * (300 + 70 + 8 + 8)
     engine = loaded(SharedMemoryReader(tmp_path / "base"), publication)
     assert verify(publication, engine.served_shards(), None) == combined_fingerprint(publication.manifest)
-    merged = {
-        name: adapters(1).box(name, each, (slice(None), slice(None)), torch.float32) for name, each in base.items()
-    }
+    merged = {name: adapters(1).box(name, each, WHOLE, torch.float32) for name, each in base.items()}
     whole = publisher_in(tmp_path, channel="whole").publish(
         PolicyVersion(0, 0), whole_shards(merged), dtype=torch.float32, aliases=TIED
     )

@@ -212,9 +212,8 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def push_model_state_dict(self) -> Publication | None:
-        updater = self._updater
-        version = PolicyVersion(updater.incarnation, updater.step)
-        return self._publish(version, updater.local_shards(), updater.adapters())
+        version = PolicyVersion(self._updater.incarnation, self._updater.step)
+        return self._publish(version, self._updater.local_shards(), self._updater.adapters())
 
     @in_order
     def release(self, version: PolicyVersion) -> None:

@@ -31,8 +31,6 @@ from titan_rl.weights.manifest import TensorShard
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titan_rl.weights.adapters import AdaptedTensor
-
 LOWEST_TEMPERATURE = 0.01
 """vLLM raises lower temperatures (other than 0) to this, so the logprobs would not be those that were asked for."""
 STRONGEST_PENALTY = 2.0
@@ -114,7 +112,7 @@ class Engine(ABC):
         return bool(self._running)
 
     @abstractmethod
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor | AdaptedTensor]], version: PolicyVersion) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         """Overwrite weights in place; tokens of later steps carry `version`. KV is not touched: see `drop_cache`.
 
         Args:

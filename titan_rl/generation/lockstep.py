@@ -24,7 +24,6 @@ from titan_rl.weights.manifest import Publication
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titan_rl.weights.adapters import AdaptedTensor
     from titan_rl.weights.ranks import Ranks
 
 _DIGEST_BYTES = 8
@@ -51,7 +50,7 @@ class Lockstep:
         *,
         rank: int,
         ranks: Ranks,
-        load_publication: Callable[[Publication], Iterable[tuple[str, Tensor | AdaptedTensor]]],
+        load_publication: Callable[[Publication], Iterable[tuple[str, Tensor]]],
         verify: Callable[[Publication, Engine], int],
         keep_cache: bool = False,
     ) -> None:

@@ -21,8 +21,6 @@ from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from titan_rl.weights.adapters import AdaptedTensor
-
 
 def simulated_token(seed: int, position: int, vocab_size: int) -> int:
     """The token that a simulated request gets at `position`, prompt included."""
@@ -105,7 +103,7 @@ class SimulatedEngine(Engine):
         self.steps += 1
         return StepOutput(finished, np.array(sampled, dtype=np.int32))
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor | AdaptedTensor]], version: PolicyVersion) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         """Keeps copies, so that `served_shards` shows what was loaded and not the publication."""
         self._weights = {name: tensor.clone() for name, tensor in tensors}
         if self._seconds_per_load > 0:

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
-from titan_rl.errors import StorageError, TrainingError, WeightsError
+from titan_rl.errors import CheckpointError, StorageError, TrainingError, WeightsError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.algorithms.base import TrainedTokens, later_sums, probability_ratio
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
-from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole, whole_tensor
+from titan_rl.policy.models.checkpoint import base_fingerprint, load_weights, local_shard, save_whole, whole_adapters
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
@@ -41,12 +41,10 @@ from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
-from titan_rl.policy.training_state import CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, part_of, read_state
+from titan_rl.policy.training_state import BASE, CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, part_of, read_state
 from titan_rl.types import LARGEST_STEP, PolicyVersion
 from titan_rl.weights.adapters import Adapters
 from titan_rl.weights.manifest import TIED, TensorShard
-from titan_rl.weights.publisher import shards_of_files
-from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
@@ -115,7 +113,8 @@ class PolicyUpdater:
         load_weights(self._policy, model_path)
         reset_adapters(self._policy, seed)
         self._shards = _shards_of(self._policy.tensors)
-        self._learning = [shard.data for shard in (_shards_of(self._policy.adapters) or self._shards)]
+        self._learning = [shard.data for shard in _shards_of(self._policy.trained)]
+        self._base = {BASE: (base_fingerprint(self._shards), config.lora.lora_alpha)} if config.lora.r else {}
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._critic = Critic(config, shape.dim, self._device) if config.critic.coefficient else None
         self._reference: Policy | None = None
@@ -202,18 +201,8 @@ class PolicyUpdater:
         return self._shards
 
     def adapters(self, directory: Path | None = None) -> Adapters | None:
-        """LoRA's, whole on every rank: the live ones, or those that a publication left in `directory`. Raises
-        WeightsError, on all ranks, if one cannot read them."""
-        if not self._policy.adapters:
-            return None
-        if directory is None:
-            tensors = {name: whole_tensor(tensor) for name, tensor in self._policy.adapters.items()}
-        else:
-            tensors = Ranks(dist.group.WORLD).together(
-                f"{directory} cannot be published",
-                lambda: {each.name: each.data for each in shards_of_files(directory)},
-            )
-        return Adapters(alpha=self._config.lora.lora_alpha, tensors=tensors)
+        """LoRA's, whole on every rank: the live ones, or those that a publication left in `directory`."""
+        return whole_adapters(self._policy.adapters, self._config.lora.lora_alpha, directory)
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
@@ -251,6 +240,8 @@ class PolicyUpdater:
             self.freeze_reference()
         state = self._state()
         read_state(state, directory)
+        if any(state[name] != value for name, value in self._base.items()):
+            raise CheckpointError(f"{directory} has adapters of another base, or with another trainer.lora.lora_alpha")
         self.step, self.incarnation, self._torn = state["step"], incarnation, False
         self._optimizer.load_state_dict(part_of(state, MOMENTS), self.step)
 
@@ -282,7 +273,9 @@ class PolicyUpdater:
         critic = self._critic.tensors if self._critic else {}
         parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.state_dict()}
         parts |= {REFERENCE: reference, CRITIC: critic}
-        return {"step": self.step} | {of + name: value for of, part in parts.items() for name, value in part.items()}
+        return {"step": self.step, **self._base} | {
+            of + name: value for of, part in parts.items() for name, value in part.items()
+        }
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool

@@ -12,13 +12,16 @@ Names are PEFT's: `….q_proj.lora_A.weight` [r, in] and `….q_proj.lora_B.weig
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 """What the names of adapters end with, in place of `.weight`."""
+
+WHOLE = (slice(None), slice(None))
+"""The box of a whole matrix."""
 
 _PIECE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 25}
 """Computed at a time, by device: what stays in a CPU's cache while a product for each of r is added to it; on others it
@@ -69,23 +72,24 @@ class Adapters:
         return whole
 
 
+@dataclass(frozen=True, slots=True)
 class AdaptedTensor:
-    """A whole weight of which only the boxes that are asked for are computed, on the device of whoever asks."""
+    """A whole weight of which only the boxes that are asked for are computed, on a device."""
 
-    def __init__(
-        self, adapters: Adapters, name: str, base: Tensor, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> None:
-        self._adapters, self._name, self._base, self._dtype, self._device = adapters, name, base, dtype, device
+    adapters: Adapters
+    name: str
+    base: Tensor
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
-        return self._adapters.box(self._name, self._base[box].to(self._device), box, self._dtype)
+        return self.adapters.box(self.name, self.base[box].to(self.device), box, self.dtype)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> AdaptedTensor:
-        """Nothing moves before a box is asked for."""
-        return AdaptedTensor(self._adapters, self._name, self._base, self._dtype, device)
+    def to(self, device: torch.device | str) -> AdaptedTensor:
+        return replace(self, device=device)
 
     def clone(self) -> Tensor:
-        return self[slice(None), slice(None)]
+        return self[WHOLE]
 
 
 def _sum(weight: Tensor, columns: Tensor, factors: Tensor) -> Tensor:

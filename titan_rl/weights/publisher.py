@@ -55,6 +55,8 @@ _PIECE_BYTES = 16 << 20
 """That a host sends to the others at a time, or one row: enough for a link's speed, little enough to be held for each
 of some ten hosts."""
 
+_SumOf = Callable[[TensorShard, TensorEntry], Tensor]
+
 _Box = tuple[str, tuple[slice, ...]]
 """Name of a tensor, index into it."""
 
@@ -124,17 +126,17 @@ class SharedMemoryPublisher:
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
         served: Manifest | None = None
         if adapters is not None:
-            sums = self._ranks.together(what, lambda: _effective_sums(layout, adapters, written, dtype))
-            self._ranks.add(sums)
-            served = _with_fingerprints(what, layout, *sums.tolist())
+            served = _summed(
+                self._ranks, what, layout, written, lambda shard, _: _effective_sum(shard, adapters, dtype)
+            )
             shapes = {name: tuple(tensor.shape) for name, tensor in adapters.tensors.items()}
             layout = _merged_layout([shapes], torch.float32, tuple(aliases))
             whole = [TensorShard.whole(name, tensor) for name, tensor in adapters.tensors.items()]
             written = whole if self._rank == 0 else []
         segment = self._open(what, slot, layout)
-        sums = self._ranks.together(what, lambda: _write(segment, layout, written))
-        self._ranks.add(sums)
-        manifest = _with_fingerprints(what, layout, *sums.tolist())
+        manifest = _summed(
+            self._ranks, what, layout, written, lambda shard, entry: _write_shard(shard, entry.view(segment))
+        )
         if adapters is not None and served is not None:
             manifest = replace(manifest, served=served.entries, lora_alpha=adapters.alpha)
         if self._exchange is not None:
@@ -291,31 +293,31 @@ _WAYS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
 """By type of device: bytes written at a time; what writes them, and returns what to take the fingerprint of."""
 
 
-def _write(segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Tensor:
-    """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
+def _summed(ranks: Ranks, what: str, layout: Manifest, shards: Sequence[TensorShard], sum_of: _SumOf) -> Manifest:
+    """The layout with the fingerprints of these shards and of the other ranks', as `sum_of` gives them. Collective."""
     indices = {entry.name: index for index, entry in enumerate(layout.entries)}
     elements, device = [0] * len(indices), shards[0].data.device if shards else "cpu"
-    fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
-    for shard in shards:
-        index = indices[shard.name]
-        fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
-        elements[index] += shard.data.numel()
-    # To read the sums is to wait for the copies, which were queued before.
-    return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
+
+    def of_this_rank() -> Tensor:
+        fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
+        for shard in shards:
+            index = indices[shard.name]
+            fingerprints[index].add_(sum_of(shard, layout.entries[index]))
+            elements[index] += shard.data.numel()
+        # To read the sums is to wait for the copies, which were queued before.
+        return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
+
+    sums = ranks.together(what, of_this_rank)
+    ranks.add(sums)
+    return _with_fingerprints(what, layout, *sums.tolist())
 
 
-def _effective_sums(layout: Manifest, adapters: Adapters, base: Sequence[TensorShard], dtype: torch.dtype) -> Tensor:
-    """As `_write`, of what the adapters make of these shards; nothing is stored."""
-    indices = {entry.name: index for index, entry in enumerate(layout.entries)}
-    elements, device = [0] * len(indices), base[0].data.device if base else "cpu"
-    fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
-    for shard in base:
-        index = indices[shard.name]
-        for row, piece in adapters.pieces(shard.name, shard.data.detach(), shard.slices, dtype):
-            offset = (shard.offset[0] + row, *shard.offset[1:])
-            fingerprints[index].add_(shard_sum(piece, shard.global_shape, offset))
-        elements[index] += shard.data.numel()
-    return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
+def _effective_sum(shard: TensorShard, adapters: Adapters, dtype: torch.dtype) -> Tensor:
+    """Of what the adapters make of a shard of the base; nothing is stored."""
+    fingerprint = torch.zeros((), dtype=torch.int64, device=shard.data.device)
+    for row, piece in adapters.pieces(shard.name, shard.data.detach(), shard.slices, dtype):
+        fingerprint += shard_sum(piece, shard.global_shape, (shard.offset[0] + row, *shard.offset[1:]))
+    return fingerprint
 
 
 def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -55,8 +55,9 @@ class SharedMemoryReader:
         content = self._content(publication)
         return ((entry.name, entry.view(content)) for entry in publication.manifest.entries)
 
-    def served(self, publication: Publication) -> Iterator[tuple[str, Tensor | AdaptedTensor]]:
-        """As `tensors`, of the weights that engines compute with. Raises WeightsError if the base lacks one."""
+    def served(self, publication: Publication) -> Iterator[tuple[str, Any]]:
+        """As `tensors`, of the weights that engines compute with, where LoRA adapts them as `AdaptedTensor`. Raises
+        WeightsError if the base lacks one."""
         stored, manifest = self.tensors(publication), publication.manifest
         if not manifest.served:
             yield from stored

@@ -40,7 +40,6 @@ from titan_rl.generation.vllm.constraints import Constraints
 from titan_rl.generation.vllm.cuda import OverlappedSteps, Sampled, cuda_arguments
 from titan_rl.processes import RENDEZVOUS, join_world
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion, SamplingParams
-from titan_rl.weights.adapters import AdaptedTensor
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
 
 if TYPE_CHECKING:  # they import what belongs to vLLM on CPU
@@ -210,7 +209,7 @@ class VllmEngine(Engine):
         self._finished += finished
         self._sampled += tokens
 
-    def load_weights(self, tensors: Iterable[tuple[str, Tensor | AdaptedTensor]], version: PolicyVersion) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         self._take(self._stepper.drain())
         whole = dict(tensors)
         named = {LM_HEAD: whole[EMBEDDING], **whole} if EMBEDDING in whole and self._tied else whole

@@ -19,7 +19,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from titan_rl.errors import WeightsError
 from titan_rl.generation.vllm.packed import PackedMatrix
-from titan_rl.weights.adapters import AdaptedTensor
 from titan_rl.weights.fingerprint import BITS
 from titan_rl.weights.manifest import TensorShard
 
@@ -63,7 +62,7 @@ def served_shards(model: torch.nn.Module, *, packed: bool = True) -> Iterator[Te
                 )
 
 
-def load(tensors: Mapping[str, Tensor | AdaptedTensor], served: Iterable[TensorShard]) -> None:
+def load(tensors: Mapping[str, Tensor], served: Iterable[TensorShard]) -> None:
     """Store whole tensors in these shards; a shard of another name stays as it is. The tensors may change after it."""
     for shard in served:
         if (whole := tensors.get(shard.name)) is None:
@@ -83,7 +82,7 @@ def load(tensors: Mapping[str, Tensor | AdaptedTensor], served: Iterable[TensorS
         torch.cuda.synchronize()
 
 
-def check_places(tensors: Mapping[str, Tensor | AdaptedTensor], parameters: Iterable[TensorShard]) -> None:
+def check_places(tensors: Mapping[str, Tensor], parameters: Iterable[TensorShard]) -> None:
     """Raises WeightsError, which names it, for a tensor that is not where it would be stored. vLLM has loaded them."""
     for shard in parameters:
         if shard.name in tensors:

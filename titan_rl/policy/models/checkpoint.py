@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,12 +27,14 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
+from titan_rl.weights.adapters import WHOLE, Adapters
+from titan_rl.weights.fingerprint import shard_fingerprint, signed
 from titan_rl.weights.manifest import LM_HEAD, TensorShard
+from titan_rl.weights.publisher import shards_of_files
 from titan_rl.weights.ranks import Ranks
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
-    from titan_rl.weights.adapters import Adapters
 
 ADAPTER = "adapter"
 """Of a checkpoint that was trained with LoRA: the directory of the adapters."""
@@ -73,6 +75,24 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     return files
 
 
+def whole_adapters(adapters: Mapping[str, Tensor], alpha: float, directory: Path | None) -> Adapters | None:
+    """A policy's, or those of files. Collective. Raises WeightsError, on all ranks, if one cannot read them."""
+    if not adapters:
+        return None
+    if directory is None:
+        return Adapters(alpha=alpha, tensors={name: whole_tensor(tensor) for name, tensor in adapters.items()})
+    stored = Ranks(dist.group.WORLD).together(f"{directory} is not whole", lambda: list(shards_of_files(directory)))
+    return Adapters(alpha=alpha, tensors={shard.name: shard.data for shard in stored})
+
+
+def base_fingerprint(shards: Sequence[TensorShard]) -> int:
+    """The sum of all weights' fingerprints, in any layout of ranks. Collective."""
+    mine = (shard_fingerprint(each.data, each.global_shape, each.offset) for each in shards if each.counted)
+    total = torch.tensor([signed(sum(mine))])
+    Ranks(dist.group.WORLD).add(total)
+    return int(total)
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """Collective where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -100,9 +120,6 @@ def write_checkpoint(
     """Write `tensors` in this dtype, with the config and tokenizer files of `source`, as the checkpoint `directory`,
     which is new, empty, or written by an earlier call. Raises ConfigError otherwise. `adapters` of these tensors are
     merged into them, and written beside them in PEFT's format."""
-    served = getattr(torch, dtype)
-    everything = (slice(None), slice(None))
-    merge = adapters.box if adapters is not None else lambda name, tensor, box, dtype: tensor.to(dtype)
     with replacing(directory) as draft:
         for file in source.iterdir():
             weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
@@ -111,8 +128,10 @@ def write_checkpoint(
         config = json.loads((source / "config.json").read_text())
         config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5; two would be one too many
         (draft / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
-        merged = {name: merge(name, tensor, everything, served) for name, tensor in tensors.items()}
-        save_file(merged, draft / "model.safetensors", metadata={"format": "pt"})
+        cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+        if adapters is not None:
+            cast = {name: adapters.box(name, tensor, WHOLE, tensor.dtype) for name, tensor in cast.items()}
+        save_file(cast, draft / "model.safetensors", metadata={"format": "pt"})
         if adapters is not None:
             _write_adapters(draft / ADAPTER, source, adapters)
 

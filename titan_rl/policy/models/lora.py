@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 _HF_SUFFIX = {"lora_a": LORA_A, "lora_b": LORA_B}
 
-_ONE_CONFIG = {"wk": "wkv", "wv": "wkv"}
-"""Modules that torchtitan builds from a config of another name."""
+_ONE_CONFIG = {"wk": "wkv", "wv": "wkv"}  # what torchtitan builds from a config of another name
 
 
 def with_adapters(model_config: Any, lora: LoraConfig, from_hf: Mapping[str, str | None]) -> Any:
