@@ -33,7 +33,6 @@ from titan_rl.weights.manifest import Publication, TensorShard
 if TYPE_CHECKING:
     from titan_rl.policy.state_copies import StateCopies
     from titan_rl.policy.updater import PolicyUpdater
-    from titan_rl.weights.adapters import Adapters
     from titan_rl.weights.publisher import SharedMemoryPublisher
 
 P = ParamSpec("P")
@@ -212,8 +211,7 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def push_model_state_dict(self) -> Publication | None:
-        version = PolicyVersion(self._updater.incarnation, self._updater.step)
-        return self._publish(version, self._updater.local_shards(), self._updater.adapters())
+        return self._publish(PolicyVersion(self._updater.incarnation, self._updater.step))
 
     @in_order
     def release(self, version: PolicyVersion) -> None:
@@ -265,12 +263,7 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def publish_again(self, directory: str, version: PolicyVersion) -> Publication | None:
-        from titan_rl.weights.publisher import shards_of_files
-
-        stored = Path(directory, str(version))
-        if (adapters := self._updater.adapters(stored)) is not None:
-            return self._publish(version, self._updater.local_shards(), adapters)
-        return self._publish(version, shards_of_files(stored) if self._rank == 0 else ())
+        return self._publish(version, Path(directory, str(version)))
 
     @in_order
     def free(self) -> None:
@@ -289,15 +282,19 @@ class PolicyTrainer(ConnectedActor):
         finally:
             self._in_step = 0
 
-    def _publish(
-        self, version: PolicyVersion, shards: Iterable[TensorShard], adapters: Adapters | None = None
-    ) -> Publication | None:
-        """What is published, on rank 0."""
+    def _publish(self, version: PolicyVersion, stored: Path | None = None) -> Publication | None:
+        """The policy as it is, or what was `stored` of a publication. Returns it on rank 0."""
         import torch
+
+        from titan_rl.weights.publisher import shards_of_files
 
         timeline.doing("publish")
         assert self._publisher is not None
         served_dtype = getattr(torch, self._config.generator.dtype)
+        adapters = self._updater.adapters(stored)
+        shards: Iterable[TensorShard] = self._updater.local_shards()
+        if stored is not None and adapters is None:
+            shards = shards_of_files(stored) if self._rank == 0 else ()
         publication = self._publisher.publish(
             version, shards, dtype=served_dtype, aliases=self._updater.aliases, adapters=adapters
         )

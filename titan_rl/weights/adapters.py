@@ -11,7 +11,7 @@ Names are PEFT's: `….q_proj.lora_A.weight` [r, in] and `….q_proj.lora_B.weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,9 +23,8 @@ LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 WHOLE = (slice(None), slice(None))
 """The box of a whole matrix."""
 
-_PIECE_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 25}
-"""Computed at a time, by device: what stays in a CPU's cache while a product for each of r is added to it; on others it
-bounds the memory for two float32 copies."""
+_CACHED, _ON_DEVICE = 1 << 17, 1 << 26
+"""Elements that are summed at a time: in a CPU's cache; elsewhere it bounds the memory for two float32 copies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,31 +43,19 @@ class Adapters:
         """Whether this weight is another than the base's."""
         return name.removesuffix(".weight") + LORA_A in self.tensors
 
-    def pieces(
-        self, name: str, base: Tensor, box: tuple[slice, ...], dtype: torch.dtype
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Consecutive rows of a box of a weight, with the first one's index in it.
-
-        Args:
-            base: of this box, in any dtype; rounded to `dtype` first, because engines hold it so.
-            box: index into the whole weight.
-        """
-        rows = max(1, _PIECE_ELEMENTS.get(base.device.type, 1 << 25) * len(base) // max(1, base.numel()))
-        for first in range(0, len(base), rows):
-            piece = base[first : first + rows].to(dtype)
-            if self.adapt(name):
-                stem, start = name.removesuffix(".weight"), (box[0].start or 0) + first
-                columns = self.tensors[stem + LORA_A][:, box[1]].to(base.device)
-                factors = self.tensors[stem + LORA_B][start : start + len(piece)].to(base.device)
-                weight = piece.to(torch.float32, copy=True)  # of a live one
-                piece = _sum(weight, columns, factors * (self.alpha / self.r)).to(dtype)
-            yield first, piece
-
     def box(self, name: str, base: Tensor, box: tuple[slice, ...], dtype: torch.dtype) -> Tensor:
-        """A box of a weight, in one piece."""
-        whole = torch.empty(base.shape, dtype=dtype, device=base.device)
-        for first, piece in self.pieces(name, base, box, dtype):
-            whole[first : first + len(piece)] = piece
+        """A box of a weight. `base`: of this box; it is rounded to `dtype` first, because engines hold it so."""
+        if not self.adapt(name):
+            return base.to(dtype)
+        stem, whole = name.removesuffix(".weight"), base.to(dtype, copy=True)
+        columns = self.tensors[stem + LORA_A][:, box[1]].to(base.device)
+        factors = self.tensors[stem + LORA_B][box[0]].to(base.device) * (self.alpha / self.r)
+        rows = max(1, (_CACHED if base.device.type == "cpu" else _ON_DEVICE) // max(1, columns.shape[1]))
+        for piece, mine in zip(whole.split(rows), factors.split(rows), strict=True):
+            weight = piece.to(torch.float32, copy=True)
+            for each in range(self.r):  # no addcmul_ and no matrix product: they may round once, or add otherwise
+                weight += mine[:, each : each + 1] * columns[each]
+            piece.copy_(weight)
         return whole
 
 
@@ -90,10 +77,3 @@ class AdaptedTensor:
 
     def clone(self) -> Tensor:
         return self[WHOLE]
-
-
-def _sum(weight: Tensor, columns: Tensor, factors: Tensor) -> Tensor:
-    """`weight` + `factors` @ `columns`, one of r after the other."""
-    for each in range(len(columns)):  # never addcmul_ or a matrix product: they may round once, or add in another order
-        weight += factors[:, each : each + 1] * columns[each]
-    return weight

@@ -126,9 +126,12 @@ class SharedMemoryPublisher:
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
         served: Manifest | None = None
         if adapters is not None:
-            served = _summed(
-                self._ranks, what, layout, written, lambda shard, _: _effective_sum(shard, adapters, dtype)
-            )
+
+            def effective_sum(shard: TensorShard, _: TensorEntry) -> Tensor:
+                made = adapters.box(shard.name, shard.data.detach(), shard.slices, dtype)
+                return shard_sum(made, shard.global_shape, shard.offset)
+
+            served = _summed(self._ranks, what, layout, written, effective_sum)
             shapes = {name: tuple(tensor.shape) for name, tensor in adapters.tensors.items()}
             layout = _merged_layout([shapes], torch.float32, tuple(aliases))
             whole = [TensorShard.whole(name, tensor) for name, tensor in adapters.tensors.items()]
@@ -310,14 +313,6 @@ def _summed(ranks: Ranks, what: str, layout: Manifest, shards: Sequence[TensorSh
     sums = ranks.together(what, of_this_rank)
     ranks.add(sums)
     return _with_fingerprints(what, layout, *sums.tolist())
-
-
-def _effective_sum(shard: TensorShard, adapters: Adapters, dtype: torch.dtype) -> Tensor:
-    """Of what the adapters make of a shard of the base; nothing is stored."""
-    fingerprint = torch.zeros((), dtype=torch.int64, device=shard.data.device)
-    for row, piece in adapters.pieces(shard.name, shard.data.detach(), shard.slices, dtype):
-        fingerprint += shard_sum(piece, shard.global_shape, (shard.offset[0] + row, *shard.offset[1:]))
-    return fingerprint
 
 
 def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:
