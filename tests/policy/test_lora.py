@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import LORA_TARGETS, LoraConfig, TinyPolicyConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.policy.training_state import WEIGHTS, read_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -43,7 +44,10 @@ def results(base: Path, saved: Path, tmp_path_factory: Any) -> Results:
     scenarios = {
         each: on_layout(scenario.layout, each, model_path=str(base), save_to=str(saved / f"{each}")) for each in LAYOUTS
     }
-    return Results(scenarios, OF_CI, tmp_path_factory.mktemp("ranks"))
+    other = make_tiny_policy(TinyPolicyConfig(seed=1), base.parent)
+    paths = {"model_path": str(base), "other": str(other), "directory": str(saved / "state")}
+    scenarios["resumed"] = on_layout(scenario.resumed, (1, 2), **paths)
+    return Results(scenarios, [*OF_CI, "resumed"], tmp_path_factory.mktemp("ranks"))
 
 
 class Unmerged(torch.nn.Module):
@@ -169,6 +173,19 @@ def test_what_is_saved_is_an_adapter_as_peft_has_it_and_the_merged_weights(
     merged, wanted = AutoModelForCausalLM.from_pretrained(directory), oracle(base, after, merged=True)
     for (name, one), other in zip(merged.state_dict().items(), wanted.state_dict().values(), strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-6, atol=1e-6 * float(abs(other).max()), msg=name)
+
+
+def test_a_checkpoint_goes_on_bit_for_bit_on_its_base_and_is_refused_on_another(results: Results, saved: Path) -> None:
+    for rank in results["resumed"]:
+        for name, tensor in rank["saved"].items():
+            np.testing.assert_array_equal(rank["restored"][name], tensor)
+        assert rank["next again"] == rank["next"] and rank["next"]["reference_kl_k3"] > 0
+        for what in ("base", "alpha"):
+            assert "has adapters of another base, or with another trainer.lora.lora_alpha" in rank[what]
+    stored = read_tensors(saved / "state", WEIGHTS)
+    for name, tensor in results["resumed"][0]["saved"].items():
+        np.testing.assert_array_equal(stored.pop(name).numpy(), tensor)
+    assert not stored, "the base is in no checkpoint"
 
 
 @pytest.mark.parametrize("targets", [("q_proj", "lm_head"), (), ("q_proj", "v_proj")], ids=str)
