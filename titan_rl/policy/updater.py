@@ -33,7 +33,14 @@ from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
-from titan_rl.policy.models.checkpoint import base_fingerprint, load_weights, local_shard, save_whole, whole_adapters
+from titan_rl.policy.models.checkpoint import (
+    base_fingerprint,
+    load_weights,
+    local_shard,
+    reset_adapters,
+    save_whole,
+    whole_adapters,
+)
 from titan_rl.policy.models.qwen3 import read_shape
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
@@ -98,7 +105,6 @@ class PolicyUpdater:
         shape.check_tensor_parallel("trainer.tensor_parallel", config.tensor_parallel)
         self._device = join_ranks(config.ranks, device)
         import_torchtitan(device)
-        from titan_rl.policy.models.lora import reset_adapters
         from titan_rl.policy.models.model import build_policy
         from titan_rl.policy.optimizer import PolicyOptimizer
 

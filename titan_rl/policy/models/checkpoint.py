@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
-from titan_rl.weights.adapters import WHOLE, Adapters
+from titan_rl.weights.adapters import LORA_A, WHOLE, Adapters
 from titan_rl.weights.fingerprint import shard_fingerprint, signed
 from titan_rl.weights.manifest import LM_HEAD, TensorShard
 from titan_rl.weights.publisher import shards_of_files
@@ -73,6 +74,18 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         with safe_open(file, framework="pt") as reader:
             files |= dict.fromkeys(reader.keys(), file)
     return files
+
+
+def reset_adapters(policy: Policy, seed: int) -> None:
+    """B is 0, so that the policy is its base; A is drawn as by PEFT, each from the seed and its name."""
+    with torch.no_grad():
+        for name, tensor in policy.adapters.items():
+            shard, whole = local_shard(name, tensor), torch.zeros(tensor.shape)
+            if name.endswith(LORA_A):
+                random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+                bound = 1 / math.sqrt(tensor.shape[1])
+                whole.uniform_(-bound, bound, generator=random)
+            shard.data.copy_(whole[shard.slices])
 
 
 def whole_adapters(adapters: Mapping[str, Tensor], alpha: float, directory: Path | None) -> Adapters | None:

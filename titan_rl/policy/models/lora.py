@@ -1,4 +1,4 @@
-"""LoRA in the trainer: torchtitan's converter, with PEFT's names and the same first values in any layout of ranks.
+"""LoRA in the trainer: torchtitan's converter, with PEFT's names.
 
 Embedding, norms and head are frozen with the rest of the base. Import this module only after
 `titan_adaptation.choose_device`.
@@ -6,22 +6,15 @@ Embedding, norms and head are frozen with the rest of the base. Import this modu
 
 from __future__ import annotations
 
-import math
-import zlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 from torchtitan.components.lora import LoRAConverter
 
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import LoraConfig
-from titan_rl.policy.models.checkpoint import local_shard
 from titan_rl.weights.adapters import LORA_A, LORA_B
-
-if TYPE_CHECKING:
-    from titan_rl.policy.models.model import Policy
 
 _HF_SUFFIX = {"lora_a": LORA_A, "lora_b": LORA_B}
 
@@ -57,15 +50,3 @@ def adapters_of(
 
 def _is_target(name: str, lora: LoraConfig) -> bool:
     return name.split(".")[-2] in lora.target_modules
-
-
-def reset_adapters(policy: Policy, seed: int) -> None:
-    """B is 0, so that the policy is its base; A is drawn as by PEFT, each from the seed and its name."""
-    with torch.no_grad():
-        for name, tensor in policy.adapters.items():
-            shard, whole = local_shard(name, tensor), torch.zeros(tensor.shape)
-            if name.endswith(LORA_A):
-                random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-                bound = 1 / math.sqrt(tensor.shape[1])
-                whole.uniform_(-bound, bound, generator=random)
-            shard.data.copy_(whole[shard.slices])
