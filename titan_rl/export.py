@@ -36,20 +36,22 @@ def _act(command: Command, prog: str) -> int:
 def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -> None:
     """Write the weights of a run's checkpoint in Hugging Face format. Raises ConfigError if they cannot be read, or if
     `directory` must not be replaced."""
-    import torch
-
     from titan_rl.actors.trainer import STATE
     from titan_rl.policy.models.checkpoint import write_checkpoint
     from titan_rl.policy.models.tiny import model_directory
     from titan_rl.policy.training_state import WEIGHTS, read_tensors
+    from titan_rl.weights.adapters import Adapters
+    from titan_rl.weights.publisher import shards_of_files
 
     try:
         weights = read_tensors(checkpoint.directory / STATE, WEIGHTS)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    dtype = config.trainer.dtype
-    cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    write_checkpoint(directory, model_directory(config), cast, dtype)
+    source, adapters = model_directory(config), None
+    if config.trainer.lora.r:
+        adapters = Adapters(alpha=config.trainer.lora.lora_alpha, tensors=weights)
+        weights = {shard.name: shard.data for shard in shards_of_files(source)}
+    write_checkpoint(directory, source, weights, config.trainer.dtype, adapters)
 
 
 VERB = Verb(

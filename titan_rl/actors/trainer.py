@@ -212,8 +212,7 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def push_model_state_dict(self) -> Publication | None:
-        updater = self._updater
-        return self._publish(PolicyVersion(updater.incarnation, updater.step), updater.local_shards())
+        return self._publish(PolicyVersion(self._updater.incarnation, self._updater.step))
 
     @in_order
     def release(self, version: PolicyVersion) -> None:
@@ -265,9 +264,7 @@ class PolicyTrainer(ConnectedActor):
 
     @in_order
     def publish_again(self, directory: str, version: PolicyVersion) -> Publication | None:
-        from titan_rl.weights.publisher import shards_of_files
-
-        return self._publish(version, shards_of_files(Path(directory, str(version))) if self._rank == 0 else ())
+        return self._publish(version, Path(directory, str(version)))
 
     @in_order
     def free(self) -> None:
@@ -286,14 +283,22 @@ class PolicyTrainer(ConnectedActor):
         finally:
             self._in_step = 0
 
-    def _publish(self, version: PolicyVersion, shards: Iterable[TensorShard]) -> Publication | None:
-        """What is published, on rank 0."""
+    def _publish(self, version: PolicyVersion, stored: Path | None = None) -> Publication | None:
+        """The policy as it is, or what was `stored` of a publication. Returns it on rank 0."""
         import torch
+
+        from titan_rl.weights.publisher import shards_of_files
 
         timeline.doing("publish")
         assert self._publisher is not None
         served_dtype = getattr(torch, self._config.generator.dtype)
-        publication = self._publisher.publish(version, shards, dtype=served_dtype, aliases=self._updater.aliases)
+        adapters = self._updater.adapters(stored)
+        shards: Iterable[TensorShard] = self._updater.local_shards()
+        if stored is not None and adapters is None:
+            shards = shards_of_files(stored) if self._rank == 0 else ()
+        publication = self._publisher.publish(
+            version, shards, dtype=served_dtype, aliases=self._updater.aliases, adapters=adapters
+        )
         return publication if self._rank == 0 else None
 
     def _copy(self, *, reference: bool = False) -> str:

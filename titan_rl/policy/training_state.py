@@ -36,6 +36,9 @@ _ANY_ERROR = (Exception, CheckpointException)
 WEIGHTS, MOMENTS, REFERENCE, CRITIC = "model.", "optimizer.", "reference.", "critic."
 """What the names of a state's parts begin with. Hugging Face names follow, those of the moments are torch's."""
 
+BASE = "base"
+"""With LoRA: fingerprint of the frozen weights, and the adapters' alpha."""
+
 _IN_METADATA = {
     "pathlib": {"PosixPath"},
     "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},

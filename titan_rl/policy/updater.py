@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
-from titan_rl.errors import StorageError, TrainingError, WeightsError
+from titan_rl.errors import CheckpointError, StorageError, TrainingError, WeightsError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.algorithms.base import TrainedTokens, later_sums, probability_ratio
 from titan_rl.policy.config import TrainerConfig
@@ -34,15 +34,23 @@ from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.architecture import read_shape
-from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole
+from titan_rl.policy.models.checkpoint import (
+    base_fingerprint,
+    load_weights,
+    local_shard,
+    reset_adapters,
+    save_whole,
+    whole_adapters,
+)
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
-from titan_rl.policy.training_state import CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, part_of, read_state
+from titan_rl.policy.training_state import BASE, CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, part_of, read_state
 from titan_rl.types import LARGEST_STEP, PolicyVersion
+from titan_rl.weights.adapters import Adapters
 from titan_rl.weights.manifest import TIED, TensorShard
 
 if TYPE_CHECKING:
@@ -60,6 +68,11 @@ def import_torchtitan(device: str) -> None:
     choose_device(device)
     import titan_rl.policy.models.model
     import titan_rl.policy.optimizer  # noqa: F401
+
+
+def _shards_of(tensors: Mapping[str, Tensor]) -> list[TensorShard]:
+    """This rank's, empty ones left out."""
+    return [shard for name, tensor in tensors.items() if (shard := local_shard(name, tensor)).data.numel()]
 
 
 class PolicyUpdater:
@@ -113,8 +126,10 @@ class PolicyUpdater:
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
         load_weights(self._policy, model_path)
-        shards = (local_shard(name, tensor) for name, tensor in self._policy.tensors.items())
-        self._shards = [shard for shard in shards if shard.data.numel()]
+        reset_adapters(self._policy, seed)
+        self._shards = _shards_of(self._policy.tensors)
+        self._learning = [shard.data for shard in _shards_of(self._policy.trained)]
+        self._base = {BASE: (base_fingerprint(self._shards), config.lora.lora_alpha)} if config.lora.r else {}
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._critic = Critic(config, shape.dim, self._device) if config.critic.coefficient else None
         self._reference: Policy | None = None
@@ -196,15 +211,20 @@ class PolicyUpdater:
         return metrics
 
     def local_shards(self) -> Sequence[TensorShard]:
-        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
+        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`). With
+        LoRA: of the base."""
         return self._shards
+
+    def adapters(self, directory: Path | None = None) -> Adapters | None:
+        """LoRA's, whole on every rank: the live ones, or those that a publication left in `directory`."""
+        return whole_adapters(self._policy.adapters, self._config.lora.lora_alpha, directory)
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         StorageError, on all ranks, if rank 0 could not write it, TrainingError as `begin_save`."""
         self._raise_if_torn()
         try:
-            save_whole(directory, self._source, self._policy.tensors, self._config.dtype)
+            save_whole(directory, self._source, self._policy.tensors, self._config.dtype, self.adapters())
         except WeightsError as error:
             raise StorageError(f"step {self.step}: {error}") from error
 
@@ -235,6 +255,8 @@ class PolicyUpdater:
             self.freeze_reference()
         state = self._state()
         read_state(state, directory)
+        if any(state[name] != value for name, value in self._base.items()):
+            raise CheckpointError(f"{directory} has adapters of another base, or with another trainer.lora.lora_alpha")
         self.step, self.incarnation, self._torn = state["step"], incarnation, False
         self._optimizer.load_state_dict(part_of(state, MOMENTS), self.step)
 
@@ -254,7 +276,7 @@ class PolicyUpdater:
 
     def _local_tensors(self) -> list[Tensor]:
         critic = self._critic.tensors.values() if self._critic else ()
-        return [*(shard.data for shard in self._shards), *self._optimizer.local_tensors(), *critic]
+        return [*self._learning, *self._optimizer.local_tensors(), *critic]
 
     def _frozen(self) -> list[Tensor]:
         """Of the reference, if a file does not have it."""
@@ -262,11 +284,13 @@ class PolicyUpdater:
 
     def _state(self) -> dict[str, Any]:
         """Live tensors and plain values by name."""
-        reference = {} if self._reference is None or self._teacher else self._reference.tensors
+        reference = {} if self._reference is None or self._teacher else self._reference.trained
         critic = self._critic.tensors if self._critic else {}
-        parts = {WEIGHTS: self._policy.tensors, MOMENTS: self._optimizer.state_dict()}
+        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.state_dict()}
         parts |= {REFERENCE: reference, CRITIC: critic}
-        return {"step": self.step} | {of + name: value for of, part in parts.items() for name, value in part.items()}
+        return {"step": self.step, **self._base} | {
+            of + name: value for of, part in parts.items() for name, value in part.items()
+        }
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool

@@ -86,7 +86,7 @@ def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) 
 def combined_fingerprint(manifest: Manifest) -> int:
     """One number for all tensors and aliases of a publication, unsigned 64-bit; equal wherever it is computed."""
     hashed = hashlib.blake2b(digest_size=8)
-    for entry in sorted(manifest.entries, key=lambda entry: entry.name):
+    for entry in sorted(manifest.expected, key=lambda entry: entry.name):
         hashed.update(f"{entry.name}|{entry.shape}|{entry.dtype}|{entry.fingerprint}\n".encode())
     for alias in sorted(manifest.aliases):
         hashed.update(f"{alias}\n".encode())

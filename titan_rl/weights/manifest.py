@@ -91,6 +91,15 @@ class Manifest:
     """`(name, entry name)`: tensors that share an entry's bytes, such as a tied `lm_head.weight`. An engine must be
     right about an alias too."""
     nbytes: int
+    served: tuple[TensorEntry, ...] = ()
+    """Where the entries are LoRA's adapters: the effective weights, as the trainer computes them from the base that it
+    has. No bytes of theirs are published."""
+    lora_alpha: float = 0.0
+
+    @property
+    def expected(self) -> tuple[TensorEntry, ...]:
+        """What an engine must compute with."""
+        return self.served or self.entries
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

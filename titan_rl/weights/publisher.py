@@ -43,6 +43,8 @@ from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from titan_rl.weights.adapters import Adapters
+
 Shapes = dict[str, tuple[int, ...]]
 """Global shape of each tensor that a rank holds a part of."""
 
@@ -52,6 +54,8 @@ ALIGNMENT = 64
 _PIECE_BYTES = 16 << 20
 """That a host sends to the others at a time, or one row: enough for a link's speed, little enough to be held for each
 of some ten hosts."""
+
+_SumOf = Callable[[TensorShard, TensorEntry], Tensor]
 
 _Box = tuple[str, tuple[slice, ...]]
 """Name of a tensor, index into it."""
@@ -79,6 +83,7 @@ class SharedMemoryPublisher:
         directory: Path = DIRECTORY,
     ) -> None:
         self._channel = channel
+        self._rank = rank
         self._ranks = Ranks(group)
         self._max_live = max_live
         self._hosts = tuple(dict.fromkeys(hosts)) or (os.environ.get(HOST, "host0"),)
@@ -96,6 +101,7 @@ class SharedMemoryPublisher:
         *,
         dtype: torch.dtype,
         aliases: Sequence[tuple[str, str]] = (),
+        adapters: Adapters | None = None,
     ) -> Publication:
         """Store this rank's shards in a free slot, cast to `dtype`. Collective.
 
@@ -103,6 +109,8 @@ class SharedMemoryPublisher:
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
             aliases: `(name, name of a shard)` of tensors that share another's bytes.
+            adapters: the same on all ranks; then `shards` are the base, of which nothing is stored, and the manifest
+                has the fingerprints of what the adapters make of it.
 
         Raises:
             WeightsError: on all ranks, and no version is harmed: no free slot (names the live versions), shards
@@ -116,10 +124,24 @@ class SharedMemoryPublisher:
             raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {[*versions]}")
         layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, tuple(aliases)))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
+        served: Manifest | None = None
+        if adapters is not None:
+
+            def effective_sum(shard: TensorShard, _: TensorEntry) -> Tensor:
+                made = adapters.box(shard.name, shard.data.detach(), shard.slices, dtype)
+                return shard_sum(made, shard.global_shape, shard.offset)
+
+            served = _summed(self._ranks, what, layout, written, effective_sum)
+            shapes = {name: tuple(tensor.shape) for name, tensor in adapters.tensors.items()}
+            layout = _merged_layout([shapes], torch.float32, tuple(aliases))
+            whole = [TensorShard.whole(name, tensor) for name, tensor in adapters.tensors.items()]
+            written = whole if self._rank == 0 else []
         segment = self._open(what, slot, layout)
-        sums = self._ranks.together(what, lambda: _write(segment, layout, written))
-        self._ranks.add(sums)
-        manifest = _with_fingerprints(what, layout, *sums.tolist())
+        manifest = _summed(
+            self._ranks, what, layout, written, lambda shard, entry: _write_shard(shard, entry.view(segment))
+        )
+        if adapters is not None and served is not None:
+            manifest = replace(manifest, served=served.entries, lora_alpha=adapters.alpha)
         if self._exchange is not None:
             self._exchange.complete(what, segment, layout, written)
         self._live[version] = slot
@@ -274,17 +296,23 @@ _WAYS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
 """By type of device: bytes written at a time; what writes them, and returns what to take the fingerprint of."""
 
 
-def _write(segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Tensor:
-    """Store the shards; returns [2, entries] int64: their fingerprints, and how many elements they have."""
+def _summed(ranks: Ranks, what: str, layout: Manifest, shards: Sequence[TensorShard], sum_of: _SumOf) -> Manifest:
+    """The layout with the fingerprints of these shards and of the other ranks', as `sum_of` gives them. Collective."""
     indices = {entry.name: index for index, entry in enumerate(layout.entries)}
     elements, device = [0] * len(indices), shards[0].data.device if shards else "cpu"
-    fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
-    for shard in shards:
-        index = indices[shard.name]
-        fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
-        elements[index] += shard.data.numel()
-    # To read the sums is to wait for the copies, which were queued before.
-    return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
+
+    def of_this_rank() -> Tensor:
+        fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
+        for shard in shards:
+            index = indices[shard.name]
+            fingerprints[index].add_(sum_of(shard, layout.entries[index]))
+            elements[index] += shard.data.numel()
+        # To read the sums is to wait for the copies, which were queued before.
+        return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
+
+    sums = ranks.together(what, of_this_rank)
+    ranks.add(sums)
+    return _with_fingerprints(what, layout, *sums.tolist())
 
 
 def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:

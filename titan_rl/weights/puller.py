@@ -10,15 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from titan_rl.errors import StorageError, WeightsError
+from titan_rl.weights.adapters import AdaptedTensor, Adapters
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, shard_sum, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
+from titan_rl.weights.publisher import shards_of_files
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
 
@@ -31,11 +33,17 @@ _NAMED = 6
 
 
 class SharedMemoryReader:
-    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread. `page_lock`: see
-    `map_tensor`."""
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread.
 
-    def __init__(self, *, page_lock: bool = True) -> None:
+    Args:
+        base: the checkpoint directory that adapters were trained on; its tensors stay mapped once they are needed.
+        page_lock: see `map_tensor`.
+    """
+
+    def __init__(self, base: Path | None = None, *, page_lock: bool = True) -> None:
         self._page_lock = page_lock
+        self._base_directory = base
+        self._base: dict[str, Tensor] = {}
         self._mapped: dict[Path, tuple[Tensor, Identity]] = {}  # the bytes [N] uint8, and of which file
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
@@ -46,6 +54,23 @@ class SharedMemoryReader:
         """
         content = self._content(publication)
         return ((entry.name, entry.view(content)) for entry in publication.manifest.entries)
+
+    def served(self, publication: Publication) -> Iterator[tuple[str, Any]]:
+        """As `tensors`, of the weights that engines compute with, where LoRA adapts them as `AdaptedTensor`. Raises
+        WeightsError if the base lacks one."""
+        stored, manifest = self.tensors(publication), publication.manifest
+        if not manifest.served:
+            yield from stored
+            return
+        if not self._base and self._base_directory:
+            self._base = {shard.name: shard.data for shard in shards_of_files(self._base_directory)}
+        adapters = Adapters(alpha=manifest.lora_alpha, tensors=dict(stored))
+        for entry in manifest.served:
+            base, dtype = self._base.get(entry.name), getattr(torch, entry.dtype)
+            if base is None or tuple(base.shape) != entry.shape:
+                raise WeightsError(f"{publication}: {self._base_directory} has no {entry.name} of shape {entry.shape}")
+            adapted = adapters.adapt(entry.name)
+            yield entry.name, AdaptedTensor(adapters, entry.name, base, dtype) if adapted else base
 
     def _content(self, publication: Publication) -> Tensor:
         path = segment_at(publication.location)
@@ -69,10 +94,10 @@ def save_publication(publication: Publication, directory: Path) -> None:
     as it was published, StorageError if it cannot be written."""
     file = directory / "model.safetensors"
     tensors = dict(SharedMemoryReader(page_lock=False).tensors(publication))
-    expected = _expected(publication.manifest)
-    for name, tensor in tensors.items():
-        if shard_fingerprint(tensor, tensor.shape, (0,) * tensor.ndim) != expected[name].fingerprint:
-            raise WeightsError(f"{publication}: {name} is not what was published")
+    for entry in publication.manifest.entries:
+        tensor = tensors[entry.name]
+        if shard_fingerprint(tensor, tensor.shape, (0,) * tensor.ndim) != entry.fingerprint:
+            raise WeightsError(f"{publication}: {entry.name} is not what was published")
     try:
         directory.mkdir(parents=True)
         save_file(tensors, file)
@@ -116,7 +141,7 @@ def verify(publication: Publication, served: Iterable[TensorShard], group: Proce
 
 def _expected(manifest: Manifest) -> dict[str, TensorEntry]:
     """Every name that an engine must be right about, aliases with the entry whose bytes they share."""
-    expected = {entry.name: entry for entry in manifest.entries}
+    expected = {entry.name: entry for entry in manifest.expected}
     return expected | {alias: expected[name] for alias, name in manifest.aliases}
 
 
