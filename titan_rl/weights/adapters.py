@@ -47,16 +47,21 @@ class Adapters:
         """A box of a weight. `base`: of this box; it is rounded to `dtype` first, because engines hold it so."""
         if not self.adapt(name):
             return base.to(dtype)
-        stem, whole = name.removesuffix(".weight"), base.to(dtype, copy=True)
-        columns = self.tensors[stem + LORA_A][:, box[1]].to(base.device)
-        factors = self.tensors[stem + LORA_B][box[0]].to(base.device) * (self.alpha / self.r)
-        rows = max(1, (_CACHED if base.device.type == "cpu" else _ON_DEVICE) // max(1, columns.shape[1]))
-        for piece, mine in zip(whole.split(rows), factors.split(rows), strict=True):
-            weight = piece.to(torch.float32, copy=True)
-            for each in range(self.r):  # no addcmul_ and no matrix product: they may round once, or add otherwise
-                weight += mine[:, each : each + 1] * columns[each]
-            piece.copy_(weight)
-        return whole
+        stem = name.removesuffix(".weight")
+        a, b = self.tensors[stem + LORA_A][:, box[1]], self.tensors[stem + LORA_B][box[0]]
+        return effective(self.alpha / self.r, dtype, base, a.to(base.device), b.to(base.device))
+
+
+def effective(scale: float, dtype: torch.dtype, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A box of a weight; `base`, `a` [r, in] and `b` [out, r]: of this box."""
+    whole, factors = base.to(dtype, copy=True), b * scale
+    rows = max(1, (_CACHED if base.device.type == "cpu" else _ON_DEVICE) // max(1, a.shape[1]))
+    for piece, mine in zip(whole.split(rows), factors.split(rows), strict=True):
+        weight = piece.to(torch.float32, copy=True)
+        for each in range(len(a)):  # no addcmul_ and no matrix product: they may round once, or add otherwise
+            weight += mine[:, each : each + 1] * a[each]
+        piece.copy_(weight)
+    return whole
 
 
 @dataclass(frozen=True, slots=True)

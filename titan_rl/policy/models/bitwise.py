@@ -23,13 +23,15 @@ from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm
 
 from titan_rl.generation.vllm import rows
+from titan_rl.policy.config import TrainerConfig
+from titan_rl.weights.adapters import effective
 
 _Stream = Tensor | tuple[Tensor, Tensor]
 """Rows between layers, or the two summands of them."""
 
 
-def make_bitwise(model: Any, dtype: torch.dtype) -> None:
-    """Have a built model compute as engines of this dtype do."""
+def make_bitwise(model: Any, config: TrainerConfig) -> None:
+    """Have a built model compute as engines of its dtype do."""
     rows.load_kernels()
     for name, module in model.named_modules():
         stock = module.forward
@@ -39,13 +41,13 @@ def make_bitwise(model: Any, dtype: torch.dtype) -> None:
             module.forward = partial(_norm, module)
         elif isinstance(module, CosSinRoPE):
             cosines, sines = (part[:, : part.shape[1] // 2] for part in module.cache.chunk(2, dim=-1))
-            module.forward = partial(_rotary, stock, torch.cat([cosines, sines], -1).to(dtype))
+            module.forward = partial(_rotary, stock, torch.cat([cosines, sines], -1).to(getattr(torch, config.dtype)))
         elif isinstance(module, VarlenAttention):
             module.forward = partial(_attention, stock)
         elif isinstance(module, Linear) and module is not model.lm_head:
             # engines halve the layers that tensor-parallel ranks would sum over
             product = rows.halved_linear if name.endswith((".wo", ".w2")) else rows.row_linear
-            module.forward = partial(_linear, module, product)
+            module.forward = partial(_linear, module, product, config.lora.lora_alpha)
     model.lm_head.as_engine = True
 
 
@@ -120,6 +122,12 @@ def _attention(
     return attended
 
 
-def _linear(module: Any, product: Callable[..., Tensor], x: Tensor) -> Tensor:
-    made: Tensor = _Product.apply(product, x.flatten(0, -2), module.weight)
+def _linear(module: Any, product: Callable[..., Tensor], alpha: float, x: Tensor) -> Tensor:
+    weight = module.weight
+    if hasattr(module, "lora_a"):  # engines compute with what the adapters make of it
+        a, b = module.lora_a.weight, module.lora_b.weight
+        scale = alpha / len(a)
+        merged = partial(effective, scale, weight.dtype)
+        weight = _Agreed.apply(merged, lambda base, a, b: base + scale * b @ a, weight, a, b)
+    made: Tensor = _Product.apply(product, x.flatten(0, -2), weight)
     return made.view(*x.shape[:-1], -1)

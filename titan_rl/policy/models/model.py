@@ -175,7 +175,7 @@ def build_policy(
     if config.parity == "bitwise":
         from titan_rl.policy.models.bitwise import make_bitwise
 
-        make_bitwise(model, getattr(torch, config.dtype))
+        make_bitwise(model, config)
     model.train()
     return Policy(
         module=model,
