@@ -41,7 +41,7 @@ def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -
     from titan_rl.policy.models.tiny import model_directory
     from titan_rl.policy.training_state import WEIGHTS, read_tensors
     from titan_rl.weights.adapters import Adapters
-    from titan_rl.weights.publisher import shards_of_files
+    from titan_rl.weights.tensor_files import shards_of_files
 
     try:
         weights = read_tensors(checkpoint.directory / STATE, WEIGHTS)

@@ -29,7 +29,8 @@ from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.placement import Kind, plan
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import Completion, GenerationRequest, PolicyVersion, SamplingParams
-from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.tensor_files import shards_of_files
 
 SECONDS = 60.0
 PROMPT = np.array([2, 3, 4], np.int32)

@@ -33,7 +33,8 @@ from titan_rl.supervision.placement import Kind, plan
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, PolicyVersion, SamplingParams
 from titan_rl.weights.manifest import Publication
-from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
+from titan_rl.weights.publisher import SharedMemoryPublisher
+from titan_rl.weights.tensor_files import shards_of_files
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

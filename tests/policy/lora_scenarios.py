@@ -46,7 +46,7 @@ def layout(model_path: str, save_to: str, data_parallel: int, tensor_parallel: i
     result["logprobs"] = {name: scores.logprobs for name, scores in kept.scores.items()}
     result["after"] = adapters_of(updater)
     result["base after"] = scenario.shards_of(updater)
-    result["state"] = {name: getattr(value, "shape", value) for name, value in updater._state().items()}
+    result["state"] = [shard.name for shard in updater._state]
     updater.save_hf(Path(save_to))
     return result
 

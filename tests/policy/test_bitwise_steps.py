@@ -77,12 +77,11 @@ def train_steps(
         if tokens is not None and not step:
             scores["kept"] = tokens.scores
         reports.append(report)
-    state = policy._state()
     return {
         "weights": shards_of(policy),
         "reports": reports,
-        "state": sorted(state),
-        "shards": any(isinstance(each, DTensor) for each in state.values()),
+        "state": sorted(shard.name for shard in policy._state),
+        "shards": any(isinstance(each, DTensor) for each in policy._policy.tensors.values()),
         **scores,
     }
 

@@ -26,7 +26,9 @@ def test_a_longer_schedule_decides_the_rate_of_the_first_step_too(done: int, bef
         stepped(optimizer, first)
     second = nn.Linear(2, 2)
     longer = PolicyOptimizer(config, second, 20)
-    longer.load_state_dict(optimizer.state_dict(), done)
+    for name, tensor in longer.tensors.items():
+        tensor.copy_(optimizer.tensors[name])
+    longer.set_step(done)
     weights = second.weight.detach().clone()
     rate = stepped(longer, second)
     # All gradients were 1, so AdamW moves every weight by the rate.

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from policy_scenarios import assemble, batch_of, on_layout, shards_of, train, trainer, updater
 from support.ranks import Results, Scenario, cells
 
@@ -21,7 +19,7 @@ from titan_rl.errors import CheckpointError, StorageError
 from titan_rl.policy.config import KLConfig, OptimizerConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.policy.training_state import WEIGHTS, StateWriter, read_state, read_tensors
-from titan_rl.processes import join_world
+from titan_rl.weights.manifest import TensorShard
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 """Data parallel, tensor parallel. 13 tokens of vocabulary are divided unevenly in each but the first."""
@@ -147,23 +145,35 @@ def test_the_whole_weights_are_read_without_ranks(ways, directory):
     assert_same(saved, {name: tensor.numpy() for name, tensor in read_tensors(directory / "(2, 2)", WEIGHTS).items()})
 
 
-def test_a_state_that_cannot_be_written_or_read_is_an_error_of_ours(tmp_path, monkeypatch):
-    """torch raises what is no Exception."""
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    join_world("gloo")
-    try:
-        (tmp_path / "full").symlink_to("/dev/full")
-        writer = StateWriter(torch.device("cpu"))
-        with pytest.raises(StorageError, match="could not be written: "):
-            writer.begin({"model.a": torch.ones(3)}, tmp_path / "full")
-            writer.finish()
-        writer.begin({"model.a": torch.ones(3)}, tmp_path / "state")
+def shards(**tensors: torch.Tensor) -> list[TensorShard]:
+    return [TensorShard.whole(f"model.{name}", tensor) for name, tensor in tensors.items()]
+
+
+def test_a_state_that_cannot_be_written_or_read_is_an_error_of_ours(tmp_path):
+    (tmp_path / "full").symlink_to("/dev/full")
+    writer = StateWriter(0)
+    with pytest.raises(StorageError, match="could not be written: "):
+        writer.begin(shards(a=torch.ones(3)), tmp_path / "full")
         writer.finish()
-        with pytest.raises(CheckpointError, match="cannot be read: .*model.b"):
-            read_state({"model.b": torch.ones(3)}, tmp_path / "state")
-    finally:
-        dist.destroy_process_group()
+    writer.begin(shards(a=torch.ones(3)), tmp_path / "state")
+    writer.finish()
+    with pytest.raises(CheckpointError, match="cannot be read: .*model.b"):
+        read_state(shards(b=torch.ones(3)), tmp_path / "state")
+    with pytest.raises(CheckpointError, match=r"model.a is \(3,\), not \(4,\)"):
+        read_state(shards(a=torch.ones(4)), tmp_path / "state")
+
+
+def test_a_state_that_lacks_a_ranks_part_is_refused(tmp_path):
+    """One of two ranks wrote its half."""
+    half = TensorShard(name="model.a", data=torch.ones(2, 3), global_shape=(4, 3), offset=(2, 0))
+    writer = StateWriter(1)
+    writer.begin([half], tmp_path)
+    writer.finish()
+    mine = TensorShard(name="model.a", data=torch.zeros(1, 2), global_shape=(4, 3), offset=(3, 1))
+    read_state([mine], tmp_path)
+    assert mine.data.tolist() == [[1.0, 1.0]]
+    with pytest.raises(CheckpointError, match="it lacks 6 elements of model.a"):
+        read_tensors(tmp_path, WEIGHTS)
 
 
 class Evil:
@@ -176,13 +186,12 @@ class Evil:
         return os.mkdir, (self.mark,)
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_what_the_files_of_a_state_say_is_not_run(tmp_path):
-    evil, state = Evil(tmp_path / "mark"), tmp_path / "state"
-    dcp.save({"model.a": torch.ones(3), "step": evil}, checkpoint_id=state, no_dist=True)
-    with pytest.raises(CheckpointError, match="step is not plain data"):
-        read_state({"model.a": torch.ones(3), "step": 1}, state)
-    (state / ".metadata").write_bytes(pickle.dumps(evil))
-    with pytest.raises(CheckpointError, match="refers to .*mkdir"):
-        read_tensors(state, "")
+    evil = Evil(tmp_path / "mark")
+    for way, write in {"pickle": pickle.dump, "torch": torch.save}.items():
+        (tmp_path / way).mkdir()
+        with open(tmp_path / way / "rank-0.safetensors", "wb") as file:
+            write(evil, file)
+        with pytest.raises(CheckpointError, match="rank-0.safetensors cannot be read: "):
+            read_state(shards(a=torch.ones(3)), tmp_path / way)
     assert not Path(evil.mark).exists()

@@ -20,9 +20,10 @@ from titan_rl.types import PolicyVersion
 from titan_rl.weights.adapters import WHOLE, Adapters
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
 from titan_rl.weights.manifest import Publication, TensorShard
-from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
+from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.puller import SharedMemoryReader, save_publication, verify
 from titan_rl.weights.segment_files import segment_at
+from titan_rl.weights.tensor_files import shards_of_files
 
 UP, Q = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"
 SHAPES = {EMBEDDING: (11, 8), f"{UP}.weight": (300, 70), f"{Q}.weight": (8, 8), "model.norm.weight": (8,)}

@@ -287,7 +287,7 @@ class PolicyTrainer(ConnectedActor):
         """The policy as it is, or what was `stored` of a publication. Returns it on rank 0."""
         import torch
 
-        from titan_rl.weights.publisher import shards_of_files
+        from titan_rl.weights.tensor_files import shards_of_files
 
         timeline.doing("publish")
         assert self._publisher is not None

@@ -4,14 +4,12 @@ Import this module only after `titan_adaptation.choose_device`.
 """
 
 import math
-from typing import Any
 
 from torch import Tensor, nn
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed.utils import clip_grad_norm_
 
 from titan_rl.policy.config import OptimizerConfig, WarmupConfig
-from titan_rl.policy.models.titan_adaptation import local_part
 
 
 class PolicyOptimizer:
@@ -22,7 +20,7 @@ class PolicyOptimizer:
         self._max_norm = config.max_grad_norm or math.inf
         self._kl_band = config.kl_band
         self._total_steps = total_steps
-        self._local_tensors: list[Tensor] = []
+        self._tensors: dict[str, Tensor] = {}
         self._optimizers = default_adamw(
             lr=config.lr, betas=tuple(config.betas), eps=config.eps, weight_decay=config.weight_decay
         ).build(model_parts=[module])
@@ -45,7 +43,7 @@ class PolicyOptimizer:
         lr = float(schedule.get_last_lr()[0]) * (self._kl_band / kl if 0 < self._kl_band < kl else 1.0)
         for optimizer in self._optimizers.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr  # that of a loaded state may be of a shorter schedule
+                group["lr"] = lr
         self._optimizers.step()
         self.discard_gradients()
         # torchtitan's schedule is not defined past its end; a longer run keeps the last rate.
@@ -53,38 +51,17 @@ class PolicyOptimizer:
             self._schedulers.step()
         return lr
 
-    def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state by the names of the parameters; the live one, made if there was none."""
-        return self._optimizers.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
-        """Take over the state of an optimizer that has done so many steps; the rate is the schedule's."""
-        self._optimizers.load_state_dict(state)
-        self._local_tensors = []
-        self.set_step(step)
-
-    def local_tensors(self) -> list[Tensor]:
-        """This rank's part of the state, always in one order: the live tensors, made if there were none."""
-        if self._local_tensors:
-            return self._local_tensors
-        if not (states := self._states()):
-            self.state_dict()  # makes them by an empty step, which AdamW counts
-            states = self._states()
-            for state in states:
-                state["step"].zero_()
-        tensors = (state[name] for state in states for name in sorted(state))
-        self._local_tensors = [local_part(tensor) for tensor in tensors]
-        return self._local_tensors
-
-    def _states(self) -> list[dict[str, Tensor]]:
-        """Of each parameter, once there are any."""
-        return [
-            optimizer.state[parameter]
-            for optimizer in self._optimizers.optimizers
-            if optimizer.state
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by the names of the parameters: the live tensors, always in one order, made if there were none."""
+        if not self._tensors:
+            made = any(optimizer.state for optimizer in self._optimizers.optimizers)
+            state = self._optimizers.state_dict()  # makes them by an empty step, which AdamW counts
+            self._tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+            for name, tensor in self._tensors.items() if not made else ():
+                if name.endswith(".step"):
+                    tensor.zero_()
+        return self._tensors
 
     def set_step(self, step: int) -> None:
         """Set the schedule to where it is after so many steps."""

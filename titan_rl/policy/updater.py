@@ -17,8 +17,9 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
-from titan_rl.policy.training_state import BASE, CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, part_of, read_state
+from titan_rl.policy.training_state import BASE, CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, read_state
 from titan_rl.types import LARGEST_STEP, PolicyVersion
 from titan_rl.weights.adapters import Adapters
 from titan_rl.weights.manifest import TIED, TensorShard
@@ -73,6 +74,10 @@ def import_torchtitan(device: str) -> None:
 def _shards_of(tensors: Mapping[str, Tensor]) -> list[TensorShard]:
     """This rank's, empty ones left out."""
     return [shard for name, tensor in tensors.items() if (shard := local_shard(name, tensor)).data.numel()]
+
+
+def _data(shards: Sequence[TensorShard]) -> list[Tensor]:
+    return [shard.data for shard in shards]
 
 
 class PolicyUpdater:
@@ -128,8 +133,10 @@ class PolicyUpdater:
         load_weights(self._policy, model_path)
         reset_adapters(self._policy, seed)
         self._shards = _shards_of(self._policy.tensors)
-        self._learning = [shard.data for shard in _shards_of(self._policy.trained)]
-        self._base = {BASE: (base_fingerprint(self._shards), config.lora.lora_alpha)} if config.lora.r else {}
+        self._base: dict[str, Tensor] = {}
+        if config.lora.r:
+            alpha = torch.tensor(config.lora.lora_alpha, dtype=torch.float64)
+            self._base = {BASE + "fingerprint": base_fingerprint(self._shards), BASE + "lora_alpha": alpha}
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._critic = Critic(config, shape.dim, self._device) if config.critic.coefficient else None
         self._reference: Policy | None = None
@@ -234,9 +241,8 @@ class PolicyUpdater:
         if not self.step:
             raise TrainingError("there is nothing to save before the first step")
         self._raise_if_torn()
-        if self._writer is None:
-            self._writer = StateWriter(self._device)
-        self._writer.begin(self._state(), directory)
+        self._writer = self._writer or StateWriter(dist.get_rank())
+        self._writer.begin([*self._state, *self._frozen(), *_shards_of(self._numbers())], directory)
 
     def _raise_if_torn(self) -> None:
         if self._torn:
@@ -253,44 +259,41 @@ class PolicyUpdater:
         it cannot be read, or is of another policy."""
         if self._config.kl.coefficient:
             self.freeze_reference()
-        state = self._state()
-        read_state(state, directory)
-        if any(state[name] != value for name, value in self._base.items()):
+        numbers = {name: number.clone() for name, number in self._numbers().items()}
+        read_state([*self._state, *self._frozen(), *_shards_of(numbers)], directory)
+        if any(not numbers[name].equal(number) for name, number in self._base.items()):
             raise CheckpointError(f"{directory} has adapters of another base, or with another trainer.lora.lora_alpha")
-        self.step, self.incarnation, self._torn = state["step"], incarnation, False
-        self._optimizer.load_state_dict(part_of(state, MOMENTS), self.step)
+        self.step, self.incarnation, self._torn = int(numbers["step"]), incarnation, False
+        self._optimizer.set_step(self.step)
 
     def copy_state(self, copies: StateCopies, *, reference: bool = False) -> None:
         """Copy all that later steps depend on; `reference`: the reference policy too, which no step changes. Not
         collective. Raises StorageError if there is no room."""
-        frozen = self._frozen() if reference else ()
-        copies.write(PolicyVersion(self.incarnation, self.step), self._local_tensors(), frozen)
+        frozen = self._frozen() if reference else []
+        copies.write(PolicyVersion(self.incarnation, self.step), _data(self._state), _data(frozen))
 
     def restore_from_copies(self, copies: StateCopies, version: PolicyVersion) -> None:
         """Go on from this version's copies, as ranks of the same layout made them. Raises CheckpointError as `read`."""
         if self._config.kl.coefficient:
             self.freeze_reference()
-        copies.read(version, self._local_tensors(), self._frozen())
+        copies.read(version, _data(self._state), _data(self._frozen()))
         self.step, self.incarnation = version.step, version.incarnation
         self._optimizer.set_step(version.step)
 
-    def _local_tensors(self) -> list[Tensor]:
-        critic = self._critic.tensors.values() if self._critic else ()
-        return [*self._learning, *self._optimizer.local_tensors(), *critic]
-
-    def _frozen(self) -> list[Tensor]:
-        """Of the reference, if a file does not have it."""
-        return [] if self._reference is None or self._teacher else self._reference.local_tensors()
-
-    def _state(self) -> dict[str, Any]:
-        """Live tensors and plain values by name."""
-        reference = {} if self._reference is None or self._teacher else self._reference.trained
+    @cached_property
+    def _state(self) -> list[TensorShard]:
+        """This rank's part of all that steps change, which stays where it is."""
         critic = self._critic.tensors if self._critic else {}
-        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.state_dict()}
-        parts |= {REFERENCE: reference, CRITIC: critic}
-        return {"step": self.step, **self._base} | {
-            of + name: value for of, part in parts.items() for name, value in part.items()
-        }
+        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.tensors, CRITIC: critic}
+        return _shards_of({of + name: tensor for of, part in parts.items() for name, tensor in part.items()})
+
+    def _frozen(self) -> list[TensorShard]:
+        """Of the reference, if a file does not have it."""
+        frozen = {} if self._reference is None or self._teacher else self._reference.trained
+        return _shards_of({REFERENCE + name: tensor for name, tensor in frozen.items()})
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"step": torch.tensor(self.step), **self._base}
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 
 from titan_rl.errors import StorageError, WeightsError
@@ -39,6 +38,7 @@ from titan_rl.weights.fingerprint import shard_sum, unsigned
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
+from titan_rl.weights.tensor_files import shards_of_files
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -336,14 +336,3 @@ def _pieces(segment: Tensor, layout: Manifest, boxes: Sequence[_Box]) -> Iterato
         box = entries[name].view(segment)[index]
         box = box if box.ndim else box.reshape(1)
         yield from box.split(max(1, _PIECE_BYTES * len(box) // box.nbytes))
-
-
-def shards_of_files(directory: Path) -> Iterator[TensorShard]:
-    """The tensors of all `*.safetensors` in a directory. Raises WeightsError for one that cannot be read."""
-    for file in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(str(file), framework="pt") as tensors:
-                for name in tensors.keys():
-                    yield TensorShard.whole(name, tensors.get_tensor(name))
-        except Exception as error:  # the library's own error type, or an OSError
-            raise WeightsError(f"{file} cannot be read: {error}") from error

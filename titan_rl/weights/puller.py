@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from titan_rl.errors import StorageError, WeightsError
+from titan_rl.errors import WeightsError
 from titan_rl.weights.adapters import AdaptedTensor, Adapters
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, shard_sum, signed, unsigned
 from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
-from titan_rl.weights.publisher import shards_of_files
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
+from titan_rl.weights.tensor_files import shards_of_files, write_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,17 +90,11 @@ class SharedMemoryReader:
 def save_publication(publication: Publication, directory: Path) -> None:
     """Write a live publication to a new directory, for `shards_of_files`. Raises WeightsError if it is gone or is not
     as it was published, StorageError if it cannot be written."""
-    file = directory / "model.safetensors"
-    tensors = dict(SharedMemoryReader(page_lock=False).tensors(publication))
-    for entry in publication.manifest.entries:
-        tensor = tensors[entry.name]
-        if shard_fingerprint(tensor, tensor.shape, (0,) * tensor.ndim) != entry.fingerprint:
+    shards = [TensorShard.whole(*each) for each in SharedMemoryReader(page_lock=False).tensors(publication)]
+    for entry, shard in zip(publication.manifest.entries, shards, strict=True):
+        if shard_fingerprint(shard.data, shard.global_shape, shard.offset) != entry.fingerprint:
             raise WeightsError(f"{publication}: {entry.name} is not what was published")
-    try:
-        directory.mkdir(parents=True)
-        save_file(tensors, file)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{file} could not be written: {error}") from error
+    write_shards(directory / "model.safetensors", shards)
 
 
 def verify(publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:

@@ -53,7 +53,8 @@ class Checkpoint:
     """What a trainer of one rank would publish: a checkpoint's weights, each time under the next version."""
 
     def __init__(self, model_path: Path) -> None:
-        from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
+        from titan_rl.weights.publisher import SharedMemoryPublisher
+        from titan_rl.weights.tensor_files import shards_of_files
 
         self._publisher = SharedMemoryPublisher(channel="policy", rank=0, group=None, max_live=2)
         self._shards = list(shards_of_files(model_path))

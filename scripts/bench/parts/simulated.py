@@ -124,7 +124,8 @@ class SimulatedTrainer:
     def __init__(self, model_path: Path) -> None:
         import torch
 
-        from titan_rl.weights.publisher import SharedMemoryPublisher, shards_of_files
+        from titan_rl.weights.publisher import SharedMemoryPublisher
+        from titan_rl.weights.tensor_files import shards_of_files
 
         self._dtype = torch.float32
         self._publisher = SharedMemoryPublisher(channel="simulated", rank=0, group=None, max_live=3)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -31,8 +30,8 @@ from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.weights.adapters import LORA_A, WHOLE, Adapters
 from titan_rl.weights.fingerprint import shard_fingerprint, signed
 from titan_rl.weights.manifest import LM_HEAD, TensorShard
-from titan_rl.weights.publisher import shards_of_files
 from titan_rl.weights.ranks import Ranks
+from titan_rl.weights.tensor_files import shards_of_files
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
@@ -47,36 +46,23 @@ def load_weights(policy: Policy, directory: Path) -> None:
     Raises:
         ConfigError: no weights, or tensors missing, unexpected or of a wrong shape, each named.
     """
-    files = _tensor_files(directory)
+    stored = {each.name: each.data for each in shards_of_files(directory)}
     shapes = policy.shape.tensor_shapes()
     allowed = {*shapes, LM_HEAD} if policy.shape.tied else shapes.keys()
     for names, problem in (
-        (shapes.keys() - files, "are missing"),
-        (files.keys() - allowed, f"are not part of {policy.shape.model_type}"),
+        (shapes.keys() - stored, "are missing"),
+        (stored.keys() - allowed, f"are not part of {policy.shape.model_type}"),
     ):
         if names:
             some = ", ".join(sorted(names)[:5]) + ", …" * (len(names) > 5)
             raise ConfigError(f"{directory}: {len(names)} tensors {problem}: {some}")
-    tensors = policy.tensors
-    readers = {file: safe_open(file, framework="pt") for file in sorted(set(files.values()))}
     with torch.no_grad():
         for name, shape in shapes.items():
-            stored = readers[files[name]].get_slice(name)
-            if tuple(stored.get_shape()) != shape:
-                raise ConfigError(
-                    f"{directory}: {name} has shape {tuple(stored.get_shape())}, its config.json asks for {shape}"
-                )
-            shard = local_shard(name, tensors[name])
+            if (found := tuple(stored[name].shape)) != shape:
+                raise ConfigError(f"{directory}: {name} has shape {found}, its config.json asks for {shape}")
+            shard = local_shard(name, policy.tensors[name])
             if shard.data.numel():
-                shard.data.copy_(stored[shard.slices])
-
-
-def _tensor_files(directory: Path) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as reader:
-            files |= dict.fromkeys(reader.keys(), file)
-    return files
+                shard.data.copy_(stored[name][shard.slices])
 
 
 def reset_adapters(policy: Policy, seed: int) -> None:
@@ -101,12 +87,12 @@ def whole_adapters(adapters: Mapping[str, Tensor], alpha: float, directory: Path
     return Adapters(alpha=alpha, tensors={shard.name: shard.data for shard in stored})
 
 
-def base_fingerprint(shards: Sequence[TensorShard]) -> int:
-    """The sum of all weights' fingerprints, in any layout of ranks. Collective."""
+def base_fingerprint(shards: Sequence[TensorShard]) -> Tensor:
+    """[] int64: the sum of all weights' fingerprints, in any layout of ranks. Collective."""
     mine = (shard_fingerprint(each.data, each.global_shape, each.offset) for each in shards if each.counted)
-    total = torch.tensor([signed(sum(mine))])
+    total = torch.tensor(signed(sum(mine)))
     Ranks(dist.group.WORLD).add(total)
-    return int(total)
+    return total
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
