@@ -165,15 +165,7 @@ class SampleStore:
     def read(self, ids: Sequence[int]) -> np.ndarray:
         """The bytes of these samples, one after the other: [bytes] uint8, a copy."""
         self._check_open()
-        known = self._known(ids, "read").values()
-        content = np.empty(sum(ref.nbytes for ref in known), np.uint8)
-        end = 0
-        for path, in_file in itertools.groupby(known, key=lambda ref: ref.location):
-            with open(path, "rb", buffering=0) as file:
-                for ref in in_file:
-                    os.preadv(file.fileno(), [content.data[end : end + ref.nbytes]], ref.offset)
-                    end += ref.nbytes
-        return content
+        return np.asarray(_read(tuple(self._known(ids, "read").values()))[0])
 
     def held(self) -> HeldReport:
         groups = Counter(ref.group_id for ref in self._held.values())
@@ -226,18 +218,8 @@ class SharedMemorySource:
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
         if batch.samples is not None:
             return batch.samples
-        ends = np.cumsum([0, *(ref.nbytes for ref in batch.refs)]).tolist()
-        # One buffer for the whole batch: a large one gets huge pages, which is what makes fresh memory quick.
-        buffer = np.empty(ends[-1], np.uint8).data
-        samples: list[TrainingSample] = []
-        # Samples that follow each other in their file too are read at once.
-        places = zip(batch.refs, ends, ends[1:], strict=False)
-        for _, run in itertools.groupby(places, key=lambda each: (each[0].location, each[0].offset - each[1])):
-            pieces = [(ref, buffer[begin:end]) for ref, begin, end in run]
-            _read(pieces[0][0], buffer[ends[len(samples)] : ends[len(samples) + len(pieces)]])
-            for ref, piece in pieces:
-                samples.append(decode(piece, ref))
-        return tuple(samples)
+        buffer, ends = _read(batch.refs)
+        return tuple(map(decode, (buffer[a:b] for a, b in itertools.pairwise(ends)), batch.refs))
 
 
 def write_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
@@ -275,14 +257,23 @@ def _write(path: str, content: bytes) -> None:
         ) from error
 
 
-def _read(first: SampleRef, buffer: memoryview) -> None:
-    """Fill the buffer from the file of this sample, from its offset on."""
-    try:
-        with open(first.location, "rb", buffering=0) as file:
-            found = os.preadv(file.fileno(), [buffer], first.offset)
-    except OSError as error:
-        reason = f"its file {first.location} cannot be read (store {first.store}): {error.strerror}"
-        raise SampleError(reason, first.group_id, first.sample) from error
-    if found != len(buffer):
-        reason = f"{first.location} holds {found} of its {len(buffer)} bytes"
-        raise SampleError(reason, first.group_id, first.sample)
+def _read(refs: Sequence[SampleRef]) -> tuple[memoryview, list[int]]:
+    """A copy of the bytes of these samples, one after the other, and the end of each, after a 0. Raises SampleError."""
+    ends = np.cumsum([0, *(ref.nbytes for ref in refs)]).tolist()
+    # One buffer for all: a large one gets huge pages, which is what makes fresh memory quick.
+    buffer = np.empty(ends[-1], np.uint8).data
+    # Samples that follow each other in their file too are read at once.
+    places = zip(refs, ends, ends[1:], strict=False)
+    for _, run in itertools.groupby(places, key=lambda each: (each[0].location, each[0].offset - each[1])):
+        (first, begin, end), *rest = run
+        piece = buffer[begin : rest[-1][2] if rest else end]
+        try:
+            with open(first.location, "rb", buffering=0) as file:
+                found = os.preadv(file.fileno(), [piece], first.offset)
+        except OSError as error:
+            reason = f"its file {first.location} cannot be read (store {first.store}): {error.strerror}"
+            raise SampleError(reason, first.group_id, first.sample) from error
+        if found != len(piece):
+            reason = f"{first.location} holds {found} of its {len(piece)} bytes"
+            raise SampleError(reason, first.group_id, first.sample)
+    return buffer, ends
