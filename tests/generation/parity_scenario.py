@@ -23,7 +23,7 @@ from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.generation.vllm.rows import row_linear
 from titan_rl.policy.config import LoraConfig, OptimizerConfig, TrainerConfig
 from titan_rl.policy.microbatch import pack
-from titan_rl.policy.models.titan_adaptation import local_part
+from titan_rl.policy.models.checkpoint import local_shard
 from titan_rl.policy.updater import PolicyUpdater
 from titan_rl.types import NO_VERSION, Completion, GenerationRequest, PolicyVersion, TrainingSample
 from titan_rl.weights.adapters import Adapters
@@ -166,12 +166,12 @@ def gradients(model: str, samples: list[TrainingSample], dtype: str) -> dict[str
     for parity in ("bitwise", "auto"):
         policy = trainer_of(model, {"parity": parity, "dtype": dtype})._policy
         policy.scores(pack(chosen, policy.device, share=True), temperature=TEMPERATURE)[0].sum().backward()
-        by_storage = {each.data_ptr(): name for name, each in zip(policy.tensors, policy.local_tensors(), strict=True)}
+        by_storage = {local_shard("", each).data.data_ptr(): name for name, each in policy.tensors.items()}
         total = torch.zeros((), dtype=torch.float64)
         for parameter in policy.module.parameters():
-            name = by_storage[local_part(parameter.detach()).data_ptr()]
+            name = by_storage[local_shard("", parameter.detach()).data.data_ptr()]
             assert parameter.grad is not None
-            total += (local_part(parameter.grad).double() - true[name]).square().sum()
+            total += (local_shard("", parameter.grad).data.double() - true[name]).square().sum()
         errors[parity] = float((total / sum(each.square().sum() for each in true.values())).sqrt())
     return errors
 

@@ -43,11 +43,7 @@ from titan_rl.policy.config import LoraConfig, TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.architecture import Architecture
 from titan_rl.policy.models.lora import adapters_of, with_adapters
-from titan_rl.policy.models.titan_adaptation import (
-    local_part,
-    reduce_gradients_by_plain_sums,
-    share_padding_of_tied_shards,
-)
+from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.support import Supports
 
@@ -102,10 +98,6 @@ class Policy:
     @property
     def trained(self) -> dict[str, Tensor]:
         return self.adapters or self.tensors
-
-    def local_tensors(self, *, frozen: bool = False) -> list[Tensor]:
-        """This rank's part of what learns, always in one order; `frozen`: of what does not learn, too."""
-        return [local_part(tensor) for tensor in (self.tensors | self.adapters if frozen else self.trained).values()]
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Those of `scores`, and its rows, without gradient: nothing is kept for a backward pass."""
@@ -203,7 +195,8 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     """A frozen policy with the weights of this one as they are now, bit for bit."""
     frozen = frozen_policy(policy.shape, config, beside=policy)
     with torch.no_grad():
-        torch._foreach_copy_(frozen.local_tensors(frozen=True), policy.local_tensors(frozen=True))
+        for name, tensor in (policy.tensors | policy.adapters).items():
+            (frozen.tensors | frozen.adapters)[name].copy_(tensor)
     return frozen
 
 

@@ -13,9 +13,7 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from titan_rl.errors import ConfigError
 from titan_rl.processes import join_world
@@ -68,11 +66,6 @@ def _installed_flash_attention(device: str) -> str | None:
         return wanted
     _log.warning("attention runs on FlashAttention 2: there is no %s, which is faster on this GPU", package)
     return None
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor; one that is not sharded as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def reduce_gradients_by_plain_sums(model: torch.nn.Module) -> None:
