@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titan_rl.errors import CheckpointError, WeightsError
+from titan_rl.errors import CheckpointError, StorageError, WeightsError
 from titan_rl.weights.manifest import TensorShard
 from titan_rl.weights.tensor_files import shards_of_files, write_shards
 
@@ -56,7 +56,8 @@ class StateWriter:
 
     def finish(self) -> None:
         """Wait until the state is written, in any thread. Raises StorageError if it could not be."""
-        assert self._writing is not None
+        if self._writing is None:
+            raise StorageError("the trainer was replaced before its state was written")
         self._writing.result()
 
 
@@ -69,16 +70,11 @@ def read_state(shards: Sequence[TensorShard], directory: Path) -> None:
         for offset, box in stored.get(shard.name, {}).items():
             if box.global_shape != shard.global_shape:
                 raise CheckpointError(f"{directory}: {shard.name} is {box.global_shape}, not {shard.global_shape}")
-            first = tuple(map(max, offset, shard.offset))
-            ends = [min(mine.stop, theirs.stop) for mine, theirs in zip(shard.slices, box.slices, strict=True)]
-            if all(map(operator.lt, first, ends)):
-                mine, theirs = (
-                    each.data.detach()[
-                        tuple(slice(a - at, b - at) for a, b, at in zip(first, ends, each.offset, strict=True))
-                    ]
-                    for each in (shard, box)
-                )
-                mine.copy_(theirs)
+            begin = list(map(max, offset, shard.offset))
+            end = [min(mine.stop, theirs.stop) for mine, theirs in zip(shard.slices, box.slices, strict=True)]
+            if all(map(operator.lt, begin, end)):
+                mine = _cut(shard, begin, end)
+                mine.copy_(_cut(box, begin, end))
                 left -= mine.numel()
         if left:
             raise CheckpointError(f"{directory} cannot be read: it lacks {left} elements of {shard.name}")
@@ -94,6 +90,12 @@ def read_tensors(directory: Path, part: str) -> dict[str, Tensor]:
             shards.append(TensorShard.whole(name, torch.empty(box.global_shape, dtype=box.data.dtype)))
     read_state(shards, directory)
     return {shard.name.removeprefix(part): shard.data for shard in shards}
+
+
+def _cut(shard: TensorShard, begin: Sequence[int], end: Sequence[int]) -> Tensor:
+    """A box of the whole tensor, which lies within the shard."""
+    places = zip(begin, end, shard.offset, strict=True)
+    return shard.data.detach()[tuple(slice(first - at, last - at) for first, last, at in places)]
 
 
 def _boxes(directory: Path) -> dict[str, dict[tuple[int, ...], TensorShard]]:

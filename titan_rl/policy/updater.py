@@ -149,7 +149,7 @@ class PolicyUpdater:
         self.step = 0
         self.incarnation = 0
         self.microbatches = 0
-        self._writer: StateWriter | None = None
+        self._writer = StateWriter(dist.get_rank())
         self._torn = False
         self.aliases = TIED if shape.tied else ()
 
@@ -241,7 +241,6 @@ class PolicyUpdater:
         if not self.step:
             raise TrainingError("there is nothing to save before the first step")
         self._raise_if_torn()
-        self._writer = self._writer or StateWriter(dist.get_rank())
         self._writer.begin([*self._state, *self._frozen(), *_shards_of(self._numbers())], directory)
 
     def _raise_if_torn(self) -> None:
@@ -250,8 +249,6 @@ class PolicyUpdater:
 
     def finish_save(self) -> None:
         """Wait until it is written, in any thread; not collective. Raises StorageError if it could not be written."""
-        if self._writer is None:
-            raise StorageError("the trainer was replaced before its state was written")
         self._writer.finish()
 
     def restore(self, directory: Path, incarnation: int) -> None:

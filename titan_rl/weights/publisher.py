@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -124,7 +124,7 @@ class SharedMemoryPublisher:
             raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {[*versions]}")
         layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, tuple(aliases)))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
-        served: Manifest | None = None
+        learned: dict[str, Any] = {}
         if adapters is not None:
 
             def effective_sum(shard: TensorShard, _: TensorEntry) -> Tensor:
@@ -136,12 +136,12 @@ class SharedMemoryPublisher:
             layout = _merged_layout([shapes], torch.float32, tuple(aliases))
             whole = [TensorShard.whole(name, tensor) for name, tensor in adapters.tensors.items()]
             written = whole if self._rank == 0 else []
+            learned = {"served": served.entries, "lora_alpha": adapters.alpha}
         segment = self._open(what, slot, layout)
-        manifest = _summed(
+        stored = _summed(
             self._ranks, what, layout, written, lambda shard, entry: _write_shard(shard, entry.view(segment))
         )
-        if adapters is not None and served is not None:
-            manifest = replace(manifest, served=served.entries, lora_alpha=adapters.alpha)
+        manifest = replace(stored, **learned)
         if self._exchange is not None:
             self._exchange.complete(what, segment, layout, written)
         self._live[version] = slot
@@ -260,19 +260,6 @@ def _merged_layout(everyones: Sequence[Shapes], dtype: torch.dtype, aliases: tup
     return Manifest(entries=tuple(entries), aliases=aliases, nbytes=offset)
 
 
-def _with_fingerprints(what: str, layout: Manifest, fingerprints: list[int], elements: list[int]) -> Manifest:
-    """The manifest once all is written; `elements` were written of each entry, over all ranks."""
-    entries = []
-    gaps = []
-    for entry, fingerprint, written in zip(layout.entries, fingerprints, elements, strict=True):
-        if written != math.prod(entry.shape):
-            gaps.append(f"{written} of {math.prod(entry.shape)} elements of {entry.name}")
-        entries.append(replace(entry, fingerprint=unsigned(fingerprint)))
-    if gaps:
-        raise WeightsError(f"{what}: the ranks' shards hold {', '.join(gaps)}")
-    return replace(layout, entries=tuple(entries))
-
-
 def _create(path: Path, nbytes: int) -> None:
     try:
         create_segment(path, nbytes)
@@ -312,7 +299,12 @@ def _summed(ranks: Ranks, what: str, layout: Manifest, shards: Sequence[TensorSh
 
     sums = ranks.together(what, of_this_rank)
     ranks.add(sums)
-    return _with_fingerprints(what, layout, *sums.tolist())
+    found = list(zip(layout.entries, *sums.tolist(), strict=True))
+    if gaps := [each for each in found if each[2] != math.prod(each[0].shape)]:
+        missing = (f"{count} of {math.prod(entry.shape)} elements of {entry.name}" for entry, _, count in gaps)
+        raise WeightsError(f"{what}: the ranks' shards hold {', '.join(missing)}")
+    entries = tuple(replace(entry, fingerprint=unsigned(fingerprint)) for entry, fingerprint, _ in found)
+    return replace(layout, entries=entries)
 
 
 def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:
