@@ -86,10 +86,8 @@ def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) 
 def combined_fingerprint(manifest: Manifest) -> int:
     """One number for all tensors and aliases of a publication, unsigned 64-bit; equal wherever it is computed."""
     hashed = hashlib.blake2b(digest_size=8)
-    for entry in sorted(manifest.expected, key=lambda entry: entry.name):
-        hashed.update(f"{entry.name}|{entry.shape}|{entry.dtype}|{entry.fingerprint}\n".encode())
-    for alias in sorted(manifest.aliases):
-        hashed.update(f"{alias}\n".encode())
+    for name, entry in sorted(manifest.expected.items()):
+        hashed.update(f"{name}|{entry.name}|{entry.shape}|{entry.dtype}|{entry.fingerprint}\n".encode())
     return int.from_bytes(hashed.digest(), "little")
 
 

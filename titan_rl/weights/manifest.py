@@ -97,9 +97,10 @@ class Manifest:
     lora_alpha: float = 0.0
 
     @property
-    def expected(self) -> tuple[TensorEntry, ...]:
-        """What an engine must compute with."""
-        return self.served or self.entries
+    def expected(self) -> dict[str, TensorEntry]:
+        """What an engine must compute with, by name; aliases with the entry whose bytes they share."""
+        entries = {entry.name: entry for entry in self.served or self.entries}
+        return entries | {alias: entries[name] for alias, name in self.aliases}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from titan_rl.errors import WeightsError
 from titan_rl.weights.adapters import AdaptedTensor, Adapters
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, shard_sum, signed, unsigned
-from titan_rl.weights.manifest import Manifest, Publication, TensorEntry, TensorShard
+from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
 from titan_rl.weights.tensor_files import shards_of_files, write_shards
@@ -107,7 +107,7 @@ def verify(publication: Publication, served: Iterable[TensorShard], group: Proce
     many times its fingerprint.
     """
     ranks = Ranks(group)
-    expected = _expected(publication.manifest)
+    expected = publication.manifest.expected
     what = f"{publication} is not what the engine computes with"
     mine, problems = ranks.together(what, lambda: _look(expected, served))
     sums = torch.tensor([*mine, len(problems)], dtype=torch.int64)
@@ -129,12 +129,6 @@ def verify(publication: Publication, served: Iterable[TensorShard], group: Proce
         more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise WeightsError(f"{what}: {'; '.join(found[:_NAMED])}{more}")
     return combined_fingerprint(publication.manifest)
-
-
-def _expected(manifest: Manifest) -> dict[str, TensorEntry]:
-    """Every name that an engine must be right about, aliases with the entry whose bytes they share."""
-    expected = {entry.name: entry for entry in manifest.expected}
-    return expected | {alias: expected[name] for alias, name in manifest.aliases}
 
 
 def _look(expected: dict[str, TensorEntry], served: Iterable[TensorShard]) -> tuple[list[int], list[str]]:
