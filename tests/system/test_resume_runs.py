@@ -52,7 +52,7 @@ def last_ledger(directory: Path) -> Ledger:
 
 
 def flip(checkpoint: Path) -> None:
-    (file,) = (checkpoint / "trainer").glob("*.distcp")
+    (file,) = (checkpoint / "trainer").glob("*.safetensors")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
@@ -95,7 +95,7 @@ def test_after_a_kill_and_damage_every_prompt_is_trained_once_and_every_step_rep
     played.unlink()
 
     said = goes_on(left)
-    assert f"{newest} is damaged: trainer/__0_0.distcp {DAMAGES['one byte'][1]}; it is passed over" in said
+    assert f"{newest} is damaged: trainer/rank-0.safetensors {DAMAGES['one byte'][1]}; it is passed over" in said
     assert f"going on after step {step} from {cut}" in said
     assert trained_steps(left) == shown_steps(left) == list(range(1, STEPS + 1))
     assert evaluated_steps(left) == [0, 3, 6, STEPS]
