@@ -10,6 +10,7 @@ rounded. Layers here therefore hand on both summands.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -40,8 +41,7 @@ def make_bitwise(model: Any, config: TrainerConfig) -> None:
         elif isinstance(module, RMSNorm):
             module.forward = partial(_norm, module)
         elif isinstance(module, CosSinRoPE):
-            cosines, sines = (part[:, : part.shape[1] // 2] for part in module.cache.chunk(2, dim=-1))
-            module.forward = partial(_rotary, stock, torch.cat([cosines, sines], -1).to(getattr(torch, config.dtype)))
+            module.forward = partial(_rotary, stock, _cosines(module).to(getattr(torch, config.dtype)))
         elif isinstance(module, VarlenAttention):
             module.forward = partial(_attention, stock)
         elif isinstance(module, Linear) and module is not model.lm_head:
@@ -95,6 +95,21 @@ def _norm(module: Any, stream: _Stream) -> Tensor:
     summands = stream if isinstance(stream, tuple) else (stream,)
     normed: Tensor = _Agreed.apply(partial(rows.norm, module.eps), ordinary, module.weight, *summands)
     return normed
+
+
+def _cosines(rope: Any) -> Tensor:
+    """[positions, size], half of them sines. Of Llama 3.1's frequencies torchtitan's differ in their last bits."""
+    of = rope.config
+    if of.scaling != "llama":
+        return torch.cat([part[:, : part.shape[1] // 2] for part in rope.cache.chunk(2, dim=-1)], -1)
+    kept = 1.0 / (of.theta ** (torch.arange(0, of.dim, 2).float() / of.dim))
+    lengths, positions = 2 * math.pi / kept, of.original_max_position_embeddings
+    smooth = (positions / lengths - of.low_freq_factor) / (of.high_freq_factor - of.low_freq_factor)
+    mixed = (1 - smooth) * kept / of.scaling_factor + smooth * kept
+    mixed = torch.where(lengths > positions / of.low_freq_factor, kept / of.scaling_factor, mixed)
+    frequencies = torch.where(lengths < positions / of.high_freq_factor, kept, mixed)
+    angles = torch.outer(torch.arange(of.max_seq_len).float(), frequencies)
+    return torch.cat([angles.cos(), angles.sin()], -1)
 
 
 def _rotary(

@@ -35,6 +35,7 @@ from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.common.rope import ComplexRoPE
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
@@ -214,24 +215,15 @@ def decoder_config(shape: Architecture, attention: VarlenAttention.Config) -> De
 
 
 class Llama3RoPE(CosSinRoPE):
-    """Llama 3.1's frequencies, which torchtitan has for rotations of neighbours only, and whose cosines it takes in
-    another way than vLLM: they differ in their last bits."""
+    """Llama 3.1's frequencies, which torchtitan has for rotations of neighbours only."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):
         pass
 
     def _precompute_cache(self) -> Tensor:
-        of, slow, fast = self.config, self.config.low_freq_factor, self.config.high_freq_factor
-        kept = 1.0 / (of.theta ** (torch.arange(0, of.dim, 2).float() / of.dim))
-        lengths = 2 * math.pi / kept
-        smooth = (of.original_max_position_embeddings / lengths - slow) / (fast - slow)
-        slower = kept / of.scaling_factor
-        mixed = (1 - smooth) * kept / of.scaling_factor + smooth * kept
-        mixed = torch.where(lengths > of.original_max_position_embeddings / slow, slower, mixed)
-        frequencies = torch.where(lengths < of.original_max_position_embeddings / fast, kept, mixed)
-        angles = torch.outer(torch.arange(of.max_seq_len).float(), frequencies)
-        return torch.cat([angles.cos()] * 2 + [angles.sin()] * 2, dim=-1)
+        rotations = ComplexRoPE._precompute_cache(self)  # type: ignore[arg-type]  # it reads the config only
+        return torch.cat([rotations.real] * 2 + [rotations.imag] * 2, dim=-1)
 
 
 class ScoringHead(Linear):
