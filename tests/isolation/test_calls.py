@@ -191,7 +191,7 @@ async def test_a_fork_server_that_closes_its_socket_and_goes_on_is_replaced(hear
         await heard.numbers("hanging")
         host = process.pid
         os.kill(host, signal.SIGSTOP)
-        process._server._transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        process._server._socket.shutdown(socket.SHUT_RDWR)
         with pytest.raises(ActorGone, match="score of train prompt 0"):
             await waiting
         assert await outcomes(process, [1]) == {1: 1.0}

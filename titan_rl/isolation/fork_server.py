@@ -1,55 +1,49 @@
 """The fork server: the process that makes an environment and forks the processes that run its code.
-Started as `python -m titan_rl.isolation.fork_server SOCKET_FD SOCKETS_FD WORKER_PID`; by the second come sockets.
+Started as `python -m titan_rl.isolation.fork_server SOCKET_FD WORKER_PID`.
 
     worker ── fork server ── reaper ── process that runs user code ── processes that it starts
 
 - The fork server imports user code and makes the environment once, and runs no user code after that. It has no threads
   and no event loop of its own, so it can be forked safely, and the forks share imports and loaded data.
-- Each fork has a reaper, which runs no user code. It is a "subreaper": every process that user code starts, in any
-  session, becomes its child when its parent ends, so it finds all of them. It kills only its own unreaped children, so
-  it cannot hit a reused id.
-- A reaper ends its process when the fork server says so (SIGTERM) or dies (the kernel then sends SIGTERM). It exits
-  when all processes are gone, with an exit code as shells give it: that of the process, or 128 + the signal that killed
-  it.
-- Each fork ends with one last `ForkStatus`, whatever it does. When the worker closes its socket or dies, every fork
-  ends, with all processes that it started.
+- For each fork the worker sends two sockets: one for its calls, one for its reaper, which runs no user code. A reaper
+  is a "subreaper": every process that user code starts, in any session, becomes its child when its parent ends, so it
+  finds all of them. It kills only its own unreaped children, so it cannot hit a reused id.
+- A reaper says `FORKED`, and how its process ended when all processes are gone. It ends them when the worker shuts down
+  its end of the socket, or dies.
+- When the worker closes its socket or dies, the fork server ends after all its reapers.
 """
 
 import contextlib
 import faulthandler
 import gc
 import os
-import selectors
+import pickle
+import select
 import signal
 import socket
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 from titan_rl.environments.programs import prepare_clients
 from titan_rl.errors import AbsentError, ConfigError
 from titan_rl.importing import describe
 from titan_rl.isolation.user_code import UserCode
-from titan_rl.isolation.wire import Fork, ForkStatus, Frames, Kill, SetupResult, pack_report
+from titan_rl.isolation.wire import FORKED, SetupResult, pack_report
 from titan_rl.one_line import sendable
 from titan_rl.processes import die_with, ending_in_words, process_control
 
-REAPER_SIGNALS = frozenset({signal.SIGTERM, signal.SIGCHLD})
-"""Signals that a reaper waits for. They must be blocked before it is forked."""
-
 _PR_SET_CHILD_SUBREAPER = 36
-_SIGNALLED = 128
 
 
 def _answer_calls(reaper_pid: int, user_code: UserCode, connection: socket.socket) -> NoReturn:
     try:
         os.setsid()
         die_with(reaper_pid)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, REAPER_SIGNALS)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         user_code.serve(connection)
         os._exit(0)
     except BaseException:
@@ -57,12 +51,13 @@ def _answer_calls(reaper_pid: int, user_code: UserCode, connection: socket.socke
         os._exit(1)
 
 
-def _wait_for(child_pid: int) -> int:
-    """Wait until the process has ended, by itself or at the fork server's request, and all processes that it started
-    are gone. Returns its wait status."""
-    while os.waitid(os.P_PID, child_pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        if signal.sigwait(REAPER_SIGNALS) == signal.SIGTERM:
-            break
+def _wait_for(child_pid: int, control: socket.socket) -> int:
+    """Wait until the process has ended, by itself or at the worker's request, and all processes that it started are
+    gone. Returns its exit code, or the signal that killed it as a negative number."""
+    either = select.poll()
+    for ended in (os.pidfd_open(child_pid), control.fileno()):
+        either.register(ended, select.POLLIN)
+    either.poll()
     with contextlib.suppress(ProcessLookupError):  # it may not have made its process group yet
         os.killpg(child_pid, signal.SIGKILL)
     os.kill(child_pid, signal.SIGKILL)
@@ -74,7 +69,7 @@ def _wait_for(child_pid: int) -> int:
                     os.kill(child, signal.SIGKILL)
                 os.waitpid(-1, 0)
         except ChildProcessError:
-            return status
+            return os.waitstatus_to_exitcode(status)
 
 
 def _children() -> list[int]:
@@ -89,117 +84,70 @@ def _children() -> list[int]:
     return children
 
 
-class ForkServer:
-    def __init__(self, worker: socket.socket, sockets: socket.socket, user_code: UserCode):
-        self._worker = worker
-        self._sockets = sockets
-        self._user_code = user_code
-        self._reapers: dict[int, int] = {}  # process ids by number
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._wake_end = socket.socketpair()
+def serve(worker: socket.socket, user_code: UserCode) -> None:
+    """Fork whenever the worker sends the two sockets of a fork; returns when it closes."""
+    reapers: set[int] = set()
+    gc.collect()
+    gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of existing objects
+    while True:
+        message, descriptors, *_ = socket.recv_fds(worker, 1, 2)
+        reapers -= {pid for pid in reapers if os.waitpid(pid, os.WNOHANG)[0]}
+        if not message:
+            break
+        connection, control = (socket.socket(fileno=each) for each in descriptors)
+        with connection, control:
+            for each in (connection, control):
+                os.set_inheritable(each.fileno(), False)
+            try:
+                if (pid := os.fork()) == 0:
+                    worker.close()
+                    _be_reaper(control, connection, user_code)
+                reapers.add(pid)
+            except OSError as error:
+                with contextlib.suppress(OSError):  # the worker is gone
+                    control.sendall(f"could not be forked ({error})".encode())
+    for pid in reapers:
+        os.waitpid(pid, 0)
 
-    def serve(self) -> None:
-        """Consumes frames and ends of reapers; waits for either; produces `ForkStatus`es; returns when the worker
-        closes."""
-        self._wake.setblocking(False)
-        self._wake_end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up socket
-        signal.set_wakeup_fd(self._wake_end.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._worker, selectors.EVENT_READ)
-        self._selector.register(self._wake, selectors.EVENT_READ)
-        gc.collect()
-        gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of existing objects
-        frames = Frames.of_orders()
-        while True:
-            ready = {key.fileobj for key, _ in self._selector.select()}
-            if self._wake in ready:
-                self._wake.recv(4096)
-                self._reap()
-            if self._worker in ready:
-                if not (data := self._worker.recv(1 << 16)):
-                    break
-                for command in frames.feed(data):
-                    self._obey(command)
-        for reaper in self._reapers.values():
-            os.kill(reaper, signal.SIGTERM)
-        for reaper in self._reapers.values():
-            os.waitpid(reaper, 0)
 
-    def _obey(self, command: Fork | Kill) -> None:
-        if isinstance(command, Fork):
-            _, (descriptor,), *_ = socket.recv_fds(self._sockets, 1, 1)
-            os.set_inheritable(descriptor, False)
-            with socket.socket(fileno=descriptor) as connection:
-                try:
-                    self._reapers[command.number] = self._fork(connection)
-                except OSError as error:
-                    self._report(ForkStatus(command.number, f"could not be forked ({error})"))
-                else:
-                    self._report(ForkStatus(command.number))
-        elif command.number in self._reapers:
-            os.kill(self._reapers[command.number], signal.SIGTERM)  # not reaped yet, so the id cannot be reused
-
-    def _fork(self, connection: socket.socket) -> int:
-        server_pid = os.getpid()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, REAPER_SIGNALS)
+def _be_reaper(control: socket.socket, connection: socket.socket, user_code: UserCode) -> NoReturn:
+    """Be the reaper of a process that answers calls, in a process just forked."""
+    try:
+        os.setsid()
+        process_control(_PR_SET_CHILD_SUBREAPER, 1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's scheduler sends it to all processes
+        reaper_pid = os.getpid()
         try:
-            reaper_pid = os.fork()
-            if reaper_pid == 0:
-                self._be_reaper(server_pid, connection)
-            return reaper_pid
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def _be_reaper(self, server_pid: int, connection: socket.socket) -> NoReturn:
-        """Be the reaper of a process that answers calls, in a process just forked with `REAPER_SIGNALS` blocked."""
-        try:
-            self._selector.close()
-            for server_socket in (self._wake, self._wake_end, self._worker, self._sockets):
-                server_socket.close()
-            os.setsid()
-            signal.set_wakeup_fd(-1)
-            process_control(_PR_SET_CHILD_SUBREAPER, 1)
-            die_with(server_pid, signal.SIGTERM)
-            reaper_pid = os.getpid()
             child_pid = os.fork()
+        except OSError as error:
+            ending = f"could not be forked ({error})"
+        else:
             if child_pid == 0:
-                _answer_calls(reaper_pid, self._user_code, connection)
+                control.close()
+                _answer_calls(reaper_pid, user_code, connection)
             connection.close()
-            code = os.waitstatus_to_exitcode(_wait_for(child_pid))
-            os._exit(code if code >= 0 else _SIGNALLED - code)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-
-    def _reap(self) -> None:
-        for number, reaper in list(self._reapers.items()):
-            pid, status = os.waitpid(reaper, os.WNOHANG)
-            if pid:
-                del self._reapers[number]
-                code = os.waitstatus_to_exitcode(status)
-                signalled = _SIGNALLED < code <= _SIGNALLED + signal.SIGRTMAX
-                self._report(ForkStatus(number, ending_in_words(_SIGNALLED - code if signalled else code)))
-
-    def _report(self, status: ForkStatus) -> None:
-        self._worker.sendall(pack_report(status))
+            control.sendall(FORKED)
+            ending = ending_in_words(_wait_for(child_pid, control))
+        control.sendall(ending.encode())
+        os._exit(0)
+    except BrokenPipeError:  # the worker died
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> None:
-    *descriptors, worker_pid = map(int, arguments)
+    descriptor, worker_pid = map(int, arguments)
     die_with(worker_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's business
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the worker passes it on (`metrics.waits`)
-    for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)
-    worker, sockets = (socket.socket(fileno=descriptor) for descriptor in descriptors)
-    with worker, sockets:
-        frames = Frames.of_orders()
-        received: list[Any] = []
-        while not received:
-            if not (data := worker.recv(1 << 20)):
-                return
-            received = frames.feed(data)
-        sys.path[:], setup = received[0]
+    os.set_inheritable(descriptor, False)
+    with socket.socket(fileno=descriptor) as worker:
+        try:
+            sys.path[:], setup = pickle.load(worker.makefile("rb"))
+        except EOFError:
+            return
         try:
             user_code = UserCode(setup)
         except BaseException as error:
@@ -220,7 +168,7 @@ def main(arguments: Sequence[str]) -> None:
             except Exception:  # of a client of another version: it costs each rollout time, and no more
                 traceback.print_exc()
         worker.sendall(pack_report(SetupResult(user_code.info)))
-        ForkServer(worker, sockets, user_code).serve()
+        serve(worker, user_code)
 
 
 if __name__ == "__main__":

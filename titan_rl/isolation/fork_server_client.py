@@ -3,39 +3,33 @@
 - The fork server has its own session and dies with the thread that spawned it. The first frame to it names the
   environment to make; its first frame back describes that environment, or says why it could not be made.
 - Every fork ends: its `ended` is set once the fork and all processes that it started are gone and all its answers have
-  been read. If the fork server dies, its forks do too.
+  been read. If the fork server dies, its forks are killed.
 - After `stop` the fork server and all its forks are gone and reaped, and all descriptors are closed.
-- Orders to the fork server wait in a transport while its socket is full: however many there are at once, none is lost.
-  The sockets of forks go to it through a socket of their own.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
+from typing import cast
 
 from titan_rl.errors import AbsentError, ActorGone, ConfigError, InfrastructureFailed, TaskError
 from titan_rl.isolation.process_io import LogLines, user_variables
 from titan_rl.isolation.wire import (
+    FORKED,
     LARGEST_RESULT,
     BadFrame,
     CallResult,
     EnvironmentSetup,
-    Fork,
-    ForkStatus,
     Frames,
-    Kill,
     SetupResult,
     TaskInfo,
-    pack_order,
-    read_fork_status,
     read_result,
     read_setup_result,
 )
@@ -45,8 +39,8 @@ from titan_rl.processes import answering, ending_in_words
 STOP_SECONDS = 10.0
 """How long a fork server may take to end all its forks once its socket is closed. It runs no user code: it is quick."""
 KILL_SECONDS = 60.0
-"""How long a fork server may take to make or end a fork. One that takes longer is stuck: it is killed, so that no call
-waits for ever."""
+"""How long a fork server may take to make a fork, or a reaper to end one. Those that take longer are stuck: the one is
+killed, the other is left alone, so that no call waits for ever."""
 STARTS_AT_ONCE = 16
 """Processes that the fork server is asked for at a time. It forks one after the other, and with a large data set in a
 second or two: so the last of them is made well within `KILL_SECONDS`, and their sockets fit on the way."""
@@ -61,21 +55,23 @@ logger = logging.getLogger(__name__)
 class ForkedProcess(asyncio.Protocol):
     """A process that answers calls of user code; as a protocol, the worker's end of its socket."""
 
-    def __init__(self, kill: Callable[[], None]):
-        self.kill = kill
-        """Kill the process and all processes that it started."""
+    def __init__(self, reaper: socket.socket) -> None:
+        self._reaper = reaper
+        self._said = b""  # by it
         self._frames: Frames[CallResult] = Frames(read_result, LARGEST_RESULT)
         self._bad_frame = ""
         self._ending = ""
         self._disconnected = False
-        self.lost_server = False
-        """Whether it ended because its fork server died."""
+        self.lost_server = ""
+        """How its fork server died, if it ended for that reason."""
         self.transport: asyncio.WriteTransport
         self.on_results: Callable[[list[CallResult]], None] = lambda results: None
         self.started = asyncio.Event()
         """Set when the fork server has forked it, or could not."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """How the process ended, in words."""
+        reaper.setblocking(False)
+        asyncio.get_running_loop().add_reader(reaper, self._hear)
 
     @property
     def alive(self) -> bool:
@@ -84,6 +80,15 @@ class ForkedProcess(asyncio.Protocol):
 
     def send(self, calls: bytes) -> None:
         self.transport.write(calls)
+
+    def kill(self) -> None:
+        """Kill the process and all processes that it started."""
+        with contextlib.suppress(OSError):
+            self._reaper.shutdown(socket.SHUT_WR)
+        asyncio.get_running_loop().call_later(KILL_SECONDS, self._reaper_ended)  # user code may have stopped it
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.WriteTransport", transport)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -101,8 +106,26 @@ class ForkedProcess(asyncio.Protocol):
             self.kill()  # it may have closed its socket and gone on: it could answer nothing any more
         self._check_ended()
 
-    def process_ended(self, how: str) -> None:
-        self._ending = self._bad_frame + how
+    def _hear(self) -> None:
+        try:
+            data = self._reaper.recv(1 << 12)
+        except OSError:
+            data = b""
+        self._said += data
+        if self._said.startswith(FORKED):
+            self.started.set()
+        if not data:
+            self._reaper_ended()
+
+    def _reaper_ended(self) -> None:
+        if self._ending:
+            return
+        asyncio.get_running_loop().remove_reader(self._reaper)
+        self._reaper.close()
+        if not self._said and not self.lost_server:
+            self.lost_server = "ended: the process that it was to be forked from has died"
+        how = self._said.removeprefix(FORKED).decode() or ending_in_words(-signal.SIGKILL)
+        self._ending = self._bad_frame + (self.lost_server or how)
         self.started.set()
         # if the reaper was killed, processes of user code may hold the socket open: do not wait for its end of stream
         asyncio.get_running_loop().call_later(DRAIN_SECONDS, self.transport.abort)
@@ -113,22 +136,18 @@ class ForkedProcess(asyncio.Protocol):
             self.ended.set_result(self._ending)
 
 
-class ForkServerClient(asyncio.Protocol):
-    """One process of an environment's host; as a protocol, the worker's end of its socket. A restart makes a new
-    object."""
+class ForkServerClient:
+    """One process of an environment's host. A restart makes a new object."""
 
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
         self._loop = asyncio.get_running_loop()
         self._exited = asyncio.Event()
         self._output_ended = asyncio.Event()
-        self._setup_result: asyncio.Future[SetupResult] = self._loop.create_future()
         self._process: subprocess.Popen[bytes] | None = None
-        self._numbers = itertools.count()
-        self._forks: dict[int, ForkedProcess] = {}
+        self._forks: set[ForkedProcess] = set()
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
-        self._frames = Frames(self._receive_body, LARGEST_RESULT)
-        self._transport: asyncio.WriteTransport
+        self._socket: socket.socket
 
     @property
     def pid(self) -> int | None:
@@ -137,7 +156,7 @@ class ForkServerClient(asyncio.Protocol):
 
     @property
     def gone(self) -> bool:
-        return self._process is None or self._exited.is_set() or self._transport.is_closing()
+        return self._process is None or self._exited.is_set() or self._socket.fileno() < 0
 
     async def start(self) -> TaskInfo:
         """Spawn the fork server and wait until it has made its environment. If that fails, the fork server is stopped.
@@ -146,12 +165,11 @@ class ForkServerClient(asyncio.Protocol):
         try:
             async with asyncio.timeout(seconds):
                 await self._spawn()
-                self._transport.write(pack_order((sys.path, self._setup)))
-                result = await self._setup_result
+                result = await self._set_up()
         except TimeoutError:
             await self.stop(patient=False)
             raise TaskError(f"environment {name!r} was not ready within {seconds:g} s") from None
-        except OSError:
+        except (OSError, BadFrame):
             await self.stop()
             raise TaskError(f"the process of environment {name!r} {self._ending()} while starting") from None
         except BaseException:
@@ -170,26 +188,23 @@ class ForkServerClient(asyncio.Protocol):
         InfrastructureFailed: it could not be forked, or ended at once."""
         async with self._starts:
             try:
-                ours, theirs = socket.socketpair()
+                (ours, theirs), (reaper, reapers) = socket.socketpair(), socket.socketpair()
             except OSError as error:
                 raise InfrastructureFailed(f"no process can be made for it: {error}") from error
-            number = next(self._numbers)
-            fork = ForkedProcess(partial(self._kill_fork, number))
-            with theirs:
-                fork.transport, _ = await self._loop.create_unix_connection(lambda: fork, sock=ours)
+            fork = ForkedProcess(reaper)
+            with theirs, reapers:
+                await self._loop.create_unix_connection(lambda: fork, sock=ours)
                 if self.gone:
-                    fork.transport.abort()
                     raise ActorGone(f"the process that it is forked from {self._ending()}")
                 try:
-                    socket.send_fds(self._sockets, [b"\0"], [theirs.fileno()])
+                    socket.send_fds(self._socket, [b"\0"], [theirs.fileno(), reapers.fileno()])
                 except ConnectionError:
-                    pass  # the fork server has ended, which its pidfd tells
+                    pass  # the fork server has ended, and so has the fork, in which nothing has run
                 except OSError as error:  # it does not read, and hundreds wait
-                    fork.transport.abort()
                     raise InfrastructureFailed(f"no process can be made for it: {error}") from error
-            self._forks[number] = fork
-            self._transport.write(pack_order(Fork(number)))
-            self._kill_unless(fork.started.is_set)
+            self._forks.add(fork)
+            fork.ended.add_done_callback(lambda _: self._forks.discard(fork))
+            self._loop.call_later(KILL_SECONDS, self._kill_unless_started, fork)
             try:
                 await fork.started.wait()
             except asyncio.CancelledError:
@@ -203,11 +218,13 @@ class ForkServerClient(asyncio.Protocol):
         """End the fork server by closing its socket. It is killed if it does not end in time. May be called again."""
         if self._process is None:
             return
-        self._transport.abort()
+        self._close()
         if not patient:
             self._kill()
         if not await _happens(self._exited, STOP_SECONDS + REAP_SECONDS):
             logger.error("the process %d of an environment was killed and does not end", self._process.pid)
+        if self._forks:
+            await asyncio.wait([fork.ended for fork in self._forks], timeout=STOP_SECONDS)
         await _happens(self._output_ended, DRAIN_SECONDS)
         self._output.close()
 
@@ -217,81 +234,55 @@ class ForkServerClient(asyncio.Protocol):
         self._output, _ = await self._loop.connect_read_pipe(
             lambda: LogLines(self._output_ended), os.fdopen(output, "rb")
         )
-        self._sockets, their_sockets = socket.socketpair()
-        self._sockets.setblocking(False)
-        ours, theirs = socket.socketpair()
-        self._transport, _ = await self._loop.create_unix_connection(lambda: self, sock=ours)
-        passed = [theirs.fileno(), their_sockets.fileno()]
+        self._socket, theirs = socket.socketpair()
+        self._socket.setblocking(False)
         try:
             # not in a helper thread: the fork server dies with the thread that spawns it
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "titan_rl.isolation.fork_server", *map(str, (*passed, os.getpid()))],
+                [sys.executable, "-m", "titan_rl.isolation.fork_server", *map(str, (theirs.fileno(), os.getpid()))],
                 env=user_variables(self._setup.name, self._setup.variables),
                 stdin=subprocess.DEVNULL,
                 stdout=child_output,
                 stderr=child_output,
-                pass_fds=passed,
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,  # Ctrl-C does not reach it, and a kill of the group also kills its children
             )
         except OSError:
-            self._transport.abort()
+            self._socket.close()
             self._output.close()
             raise
         finally:
             theirs.close()
-            their_sockets.close()
             os.close(child_output)
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(self._pidfd, self._reap)
 
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._frames.feed(data)
-        except BadFrame as error:
-            logger.error(
-                "the fork server %s of an environment wrote what is no message and is killed: %s", self.pid, error
-            )
-            self._transport.abort()
+    async def _set_up(self) -> SetupResult:
+        """Have it make the environment. Raises ConnectionError or BadFrame where it answers nothing or something
+        else."""
+        await self._loop.sock_sendall(self._socket, pickle.dumps((sys.path, self._setup)))
+        frames: Frames[SetupResult] = Frames(read_setup_result, LARGEST_RESULT)
+        while not (results := frames.feed(data := await self._loop.sock_recv(self._socket, 1 << 16))):
+            if not data:
+                raise ConnectionError("closed")
+        answering.add(self._pidfd)
+        self._loop.add_reader(self._socket, self._close)  # from now on it says nothing: it has closed its end
+        return results[0]
+
+    def _close(self) -> None:
+        """From now on the fork server ends after all its forks, if it does not do so already."""
+        if self._socket.fileno() >= 0:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self._loop.call_later(STOP_SECONDS, self._kill)  # user code may keep it from its end
+        for fork in self._forks:
+            fork.lost_server = f"ended: the process that it was forked from {self._ending()}"
+            fork.kill()
+
+    def _kill_unless_started(self, fork: ForkedProcess) -> None:
+        if not self._exited.is_set() and not fork.started.is_set():
+            logger.error("the fork server %s of an environment makes no process and is killed", self.pid)
             self._kill()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """From now on the fork server ends all forks and itself, if it does not do so already."""
-        self._sockets.close()
-        if not self._setup_result.done():
-            self._setup_result.set_exception(ConnectionError("closed"))
-            self._setup_result.exception()  # marked as retrieved, because nobody may be waiting for it
-        self._loop.call_later(STOP_SECONDS, self._kill)  # user code may keep it from its end
-
-    def _receive_body(self, body: bytes) -> None:
-        if not self._setup_result.done():
-            self._setup_result.set_result(read_setup_result(body))
-            answering.add(self._pidfd)
-            return
-        status: ForkStatus = read_fork_status(body)
-        if (fork := self._forks.get(status.number)) is None:
-            return
-        if status.ended:
-            del self._forks[status.number]
-            fork.process_ended(status.ended)
-        else:
-            fork.started.set()
-
-    def _kill_fork(self, number: int) -> None:
-        if number in self._forks and not self.gone:
-            self._transport.write(pack_order(Kill(number)))
-            self._kill_unless(lambda: number not in self._forks)
-
-    def _kill_unless(self, done: Callable[[], bool]) -> None:
-        """Kill the fork server if what it was just asked for is not done in time."""
-
-        def check() -> None:
-            if not self._exited.is_set() and not done():
-                logger.error(
-                    "the fork server %s of an environment neither makes nor ends a process and is killed", self.pid
-                )
-                self._kill()
-
-        self._loop.call_later(KILL_SECONDS, check)
 
     def _kill(self) -> None:
         """Kill the fork server and its process group, if it has not ended."""
@@ -314,12 +305,7 @@ class ForkServerClient(asyncio.Protocol):
         self._kill()
         self._process.wait()
         self._exited.set()
-        while self._forks:
-            _, fork = self._forks.popitem()
-            fork.lost_server = True
-            fork.process_ended(f"ended: the process that it was forked from {self._ending()}")
-        # a process that user code started may hold the socket open: do not wait for its end of stream
-        self._loop.call_later(DRAIN_SECONDS, self._transport.abort)
+        self._close()
 
 
 async def _happens(event: asyncio.Event, seconds: float) -> bool:

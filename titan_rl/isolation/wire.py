@@ -4,7 +4,8 @@
   user code anyway. What processes of user code send is MessagePack, and the worker reads it as data of the expected
   types, up to a length: no bytes that user code may write can run code in the worker. Objects of user code (a state, an
   exception) travel as bytes or text, which the worker hands on and does not read.
-- Worker → fork server: `EnvironmentSetup`, then `Fork` and `Kill`. Back: `SetupResult`, then `ForkStatus`es.
+- Worker → fork server: the path of imports and `EnvironmentSetup`, as a pickle; then one byte with the sockets of each
+  fork. Back: `SetupResult`, and nothing after it.
 - Worker → forked process: `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
 """
 
@@ -278,28 +279,6 @@ class SetupResult(NamedTuple):
 
 read_setup_result = reader(SetupResult)
 
-
-class Fork(NamedTuple):
-    """Fork a process that answers calls on the socket that was sent for it. Two `ForkStatus`es follow: one when it is
-    forked, one when it is gone."""
-
-    number: int
-    """Id of the process; never reused."""
-
-
-class Kill(NamedTuple):
-    """End a process. Ignored if it has already ended. Its last `ForkStatus` is sent in either case."""
-
-    number: int
-
-
-class ForkStatus(NamedTuple):
-    """What has become of a `Fork`. Of one that could not be forked there is only the last."""
-
-    number: int
-    ended: str = ""
-    """How the process ended, in words such as "exited with code 3", once it and all processes that it started are gone.
-    Empty: it was forked."""
-
-
-read_fork_status = reader(ForkStatus)
+FORKED = b"+"
+"""A reaper's first word. What follows before the end of its stream is how the process ended, such as "exited with code
+3"; without it the process could not be forked."""

@@ -1,11 +1,9 @@
 """The numbers of a run: one record per step, for metrics, display and summary; how long its processes wait, and their
 memory."""
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,7 +13,7 @@ from titan_rl.errors import TitanError
 from titan_rl.loop.recording import Recorder
 from titan_rl.loop.stages import Evaluation
 from titan_rl.loop.system import System
-from titan_rl.metrics.activity import PhaseSeconds, activity
+from titan_rl.metrics.activity import PhaseSeconds
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.metrics.timeline import Pulse, memory, timeline
 from titan_rl.metrics.writer import MetricsWriter
@@ -68,7 +66,7 @@ class StepRecords:
         self._recorder = recorder
         self._clock = clock
         self.phases = PhaseSeconds(clock)
-        self._mesh_stats = MeshStats()
+        self._pulses: Pulses = {}
         self._last_step = clock()
         self._pull_failures: dict[str, str] = {}  # by generator: why it does not serve
         self.summary = summary
@@ -129,7 +127,7 @@ class StepRecords:
         if late:
             timeouts = {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
         ages = _ages(batch, reports)
-        stats = self._mesh_stats.latest(system)
+        stats = self._mesh_stats(system)
         reward = float(np.mean(rewards))
         truncated = float(np.mean([rollout.truncated for rollout in rollouts]))
         summary = self.summary
@@ -197,6 +195,14 @@ class StepRecords:
         busy = {key.removeprefix("idle/"): 1 - share for key, share in stats.items() if key.startswith("idle/")}
         self._display.step(step, numbers, phases, reward=reward, busy=busy)
 
+    def _mesh_stats(self, system: System) -> dict[str, float]:
+        """`idle/MESH` and `memory/MESH/…`, where the meshes were asked again since the last time."""
+        pulses = newest_pulses(system) if timeline.is_on else {}
+        if pulses.get("trainer") is self._pulses.get("trainer"):
+            return {}
+        before, self._pulses = self._pulses, pulses
+        return idle_shares(before, pulses) | memory_of(pulses)
+
     async def _fleet_metrics(self, system: System) -> dict[str, float]:
         """The router's counters by generator; none where the router is gone, whose end is reported elsewhere."""
         try:
@@ -244,12 +250,7 @@ def _mean_of_engine_metrics(rollouts: Sequence[RolloutRecord]) -> dict[str, floa
     return averages
 
 
-# Polls of the meshes.
-
-POLL_SECONDS = 1.0
-POLL_SHARE = 0.01
-"""Most of the time that polls may take; with many processes they are rarer."""
-ANSWER_SECONDS = 10.0
+# What the processes of each mesh report of themselves.
 
 Pulses = dict[str, list[Pulse]]
 
@@ -275,47 +276,11 @@ def memory_of(pulses: Pulses) -> dict[str, float]:
     return numbers
 
 
-class MeshStats:
-    """What the processes of each mesh report of themselves. Belongs to one event loop.
-
-    All are polled at the end of a step, at most once a second, and nobody waits for the answers: the numbers of a step
-    are those of the newest poll that was answered before its end. A process that was replaced, or does not answer, is
-    left out. The watch for hangs asks too, but too rarely for a display (`hang_seconds` / 5).
-    """
-
-    def __init__(self) -> None:
-        self._before: Pulses = {}
-        self._polling: asyncio.Task[Pulses] | None = None
-        self._next = 0.0
-
-    def latest(self, system: System) -> dict[str, float]:
-        """`idle/MESH` and `memory/MESH/…`, if a poll was answered since the last call. May begin the next one."""
-        numbers: dict[str, float] = {}
-        if not timeline.is_on:
-            return numbers
-        if self._polling is not None and self._polling.done():
-            before, self._before = self._before, self._polling.result()
-            numbers = idle_shares(before, self._before) | memory_of(self._before)
-            self._polling = None
-        if self._polling is None and time.monotonic() >= self._next:
-            self._polling = asyncio.ensure_future(self._poll(system))
-        return numbers
-
-    async def _poll(self, system: System) -> Pulses:
-        began = time.monotonic()
-        found: Pulses = {"controller": [Pulse(0, memory=memory())]}
-
-        async def ask(mesh: str, client: MeshClient) -> None:
-            with suppress(TitanError, TimeoutError):
-                async with asyncio.timeout(ANSWER_SECONDS):
-                    found[mesh] = await client.pulse()
-
-        meshes: dict[str, MeshClient] = {"trainer": system.trainer, "router": system.router, **system.generators()}
-        meshes |= {worker.name: worker for worker in system.rollouts.workers}
-        if system.gateway is not None:
-            meshes["gateway"] = system.gateway
-        with activity("poll"):
-            await asyncio.gather(*(ask(mesh, client) for mesh, client in meshes.items()))
-        now = time.monotonic()
-        self._next = now + max(POLL_SECONDS, (now - began) / POLL_SHARE)
-        return found
+def newest_pulses(system: System) -> Pulses:
+    """What the supervisor's watch was answered last; nothing of a mesh that was replaced or does not answer."""
+    meshes: dict[str, MeshClient] = {"trainer": system.trainer, "router": system.router, **system.generators()}
+    meshes |= {worker.name: worker for worker in system.rollouts.workers}
+    if system.gateway is not None:
+        meshes["gateway"] = system.gateway
+    pulses = {mesh: client.pulses for mesh, client in meshes.items() if client.pulses}
+    return {"controller": [Pulse(0, memory=memory())], **pulses}

@@ -11,7 +11,9 @@ Which peers each mesh has, `supervision/mesh_kinds.py` says.
 """
 
 import asyncio
+import math
 import operator
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
@@ -24,7 +26,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LOOKS = 5
-"""How often to look within the bound. One look that comes late, because this process had no time, proves nothing."""
+"""How often to look within the bound, at least. One look that comes late, because this process had no time, proves
+nothing: it counts as so much of the bound."""
 
 
 class MeshClient:
@@ -52,6 +55,8 @@ class MeshClient:
         known, and the time that they were up decides."""
         self.files_left = ""
         """Channel of the shared memory that the last mesh left. Whoever has ended its processes removes the files."""
+        self.pulses: list[Pulse] = []
+        """What the ranks answered to the newest `pulse`; empty: nothing yet, or they are gone."""
         self.start_seconds = start_seconds
         self._is_replaced = is_replaced
         self._peers: dict[str, Any] = {}
@@ -80,6 +85,7 @@ class MeshClient:
 
     def lose(self, reason: str) -> None:
         """The actors are gone or will be killed: open calls fail, and so do later ones until `replace`."""
+        self.pulses = []
         for rank in self.ranks:
             rank.lose(reason)
 
@@ -100,7 +106,8 @@ class MeshClient:
 
     async def pulse(self) -> list[Pulse]:
         """The progress of each rank. The caller sets the time limit."""
-        return await self.call_all(None, ConnectedActor.pulse)
+        self.pulses = await self.call_all(None, ConnectedActor.pulse)
+        return self.pulses
 
     async def watch(self) -> None:
         """Return when there is nothing to watch but the processes and their pulse. Raises ActorFailed: the mesh failed
@@ -146,18 +153,20 @@ class MeshClient:
         """Called when a rank is gone, or its connection is lost."""
 
 
-async def until_still(pulse: Callable[[], Awaitable[list[Pulse]]], seconds: float) -> None:
-    """Return when nothing has moved for so long. `pulse`: of each part; raises if there is nothing to look at any
-    more."""
+async def until_still(pulse: Callable[[], Awaitable[list[Pulse]]], seconds: float, *, every: float = math.inf) -> None:
+    """Return when nothing has moved for so long. `pulse`: of each part; raises if there is nothing to look at any more.
+    `every`: seconds between two looks, if these are more than `LOOKS` looks within the bound."""
+    most = seconds / LOOKS
     before: list[int] = []
-    still = 0  # looks in a row at which a part did not answer, or had not moved
-    while still < LOOKS - 1:
+    still, looked = 0.0, time.monotonic()
+    while still < seconds - most:
         now: list[int] = []
         with suppress(TimeoutError, CallTimeout):
-            async with asyncio.timeout(seconds / LOOKS):
+            async with asyncio.timeout(most):
                 now = [part.progress for part in await pulse()]
         moved = bool(now) and all(map(operator.ne, now, before))
-        still = 0 if moved else still + 1
+        since, looked = looked, time.monotonic()
+        still = 0.0 if moved else still + min(looked - since, most)
         if now:
             before = now
-            await asyncio.sleep(seconds / LOOKS)
+            await asyncio.sleep(min(every, most))

@@ -45,6 +45,9 @@ from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segmen
 
 T = TypeVar("T")
 
+LOOK_SECONDS, LOOK_COST = 1.0, 0.05
+"""Between two looks at a mesh; with many, so many times their number: a look takes half a millisecond."""
+
 CLOSE_SECONDS = 5.0
 """Time limit for a mesh's own `close`, before its processes are stopped. All meshes are closed at once."""
 
@@ -292,7 +295,7 @@ class Supervisor:
 
     async def _watch_pulse(self, mesh: ManagedMesh) -> None:
         bound = self.config.placement.hang_seconds
-        await until_still(mesh.client.pulse, bound)
+        await until_still(mesh.client.pulse, bound, every=max(LOOK_SECONDS, LOOK_COST * len(self.meshes)))
         still = f"{mesh.name} hangs: no progress for {bound:g} s (placement.hang_seconds)"
         raise MeshFailed(still, mesh.name, still=bound)
 
