@@ -40,18 +40,12 @@ def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -
     from titan_rl.policy.models.checkpoint import write_checkpoint
     from titan_rl.policy.models.tiny import model_directory
     from titan_rl.policy.training_state import WEIGHTS, read_tensors
-    from titan_rl.weights.adapters import Adapters
-    from titan_rl.weights.tensor_files import shards_of_files
 
     try:
         weights = read_tensors(checkpoint.directory / STATE, WEIGHTS)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    source, adapters = model_directory(config), None
-    if config.trainer.lora.r:
-        adapters = Adapters(alpha=config.trainer.lora.lora_alpha, tensors=weights)
-        weights = {shard.name: shard.data for shard in shards_of_files(source)}
-    write_checkpoint(directory, source, weights, config.trainer.dtype, adapters)
+    write_checkpoint(directory, model_directory(config), weights, config.trainer.dtype)
 
 
 VERB = Verb(

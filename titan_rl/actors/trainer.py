@@ -292,13 +292,10 @@ class PolicyTrainer(ConnectedActor):
         timeline.doing("publish")
         assert self._publisher is not None
         served_dtype = getattr(torch, self._config.generator.dtype)
-        adapters = self._updater.adapters(stored)
         shards: Iterable[TensorShard] = self._updater.local_shards()
-        if stored is not None and adapters is None:
+        if stored is not None:
             shards = shards_of_files(stored) if self._rank == 0 else ()
-        publication = self._publisher.publish(
-            version, shards, dtype=served_dtype, aliases=self._updater.aliases, adapters=adapters
-        )
+        publication = self._publisher.publish(version, shards, dtype=served_dtype, aliases=self._updater.aliases)
         return publication if self._rank == 0 else None
 
     def _copy(self, *, reference: bool = False) -> str:

@@ -9,9 +9,6 @@ from titan_rl.errors import ConfigError
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """torch refuses matrix products without the first. With the others NCCL adds in one order."""
 
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The matrices of a layer, as Hugging Face names them. Embedding and head have no adapters."""
-
 
 @dataclass(kw_only=True, slots=True)
 class TinyPolicyConfig:
@@ -137,27 +134,6 @@ class CriticConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class LoraConfig:
-    """Low-rank adapters (arXiv:2106.09685) beside frozen weights, named as in PEFT. Only they are trained, published
-    and kept in checkpoints. A good learning rate is about ten times that of all weights."""
-
-    r: CountOrZero = 0
-    """Rank of the adapters: a weight [out, in] is changed by B [out, r] times A [r, in]. 0: all weights are trained."""
-    lora_alpha: Positive = 16.0
-    """The change is scaled by `lora_alpha` / `r`."""
-    target_modules: tuple[str, ...] = LORA_TARGETS
-    """Matrices that get an adapter, in every layer."""
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.target_modules if name not in LORA_TARGETS]
-        if unknown or not self.target_modules:
-            asked, there = ", ".join(unknown) or "nothing", ", ".join(LORA_TARGETS)
-            raise ConfigError(f"trainer.lora.target_modules names {asked}; there are {there}")
-        if ("k_proj" in self.target_modules) != ("v_proj" in self.target_modules):
-            raise ConfigError("trainer.lora.target_modules: torchtitan adapts k_proj and v_proj together, or neither")
-
-
-@dataclass(kw_only=True, slots=True)
 class LogprobAlarmConfig:
     """What to do when trainer and generators disagree about the tokens that this very version sampled, where their
     logprobs should be equal. Looked at in every step, before the weights change: in its first mini-batch, if it has
@@ -246,7 +222,6 @@ class TrainerConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
     logprob_alarm: LogprobAlarmConfig = field(default_factory=LogprobAlarmConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 

@@ -24,9 +24,6 @@ from titan_rl.weights.tensor_files import shards_of_files, write_shards
 WEIGHTS, MOMENTS, REFERENCE, CRITIC = "model.", "optimizer.", "reference.", "critic."
 """What the names of a state's parts begin with. Hugging Face names follow, those of the moments are torch's."""
 
-BASE = "base."
-"""With LoRA: fingerprint of the frozen weights, and the adapters' alpha."""
-
 
 class StateWriter:
     """Writes one state at a time beside training."""

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import SampleSource, SharedMemorySource
-from titan_rl.errors import CheckpointError, StorageError, TrainingError, WeightsError
+from titan_rl.errors import StorageError, TrainingError, WeightsError
 from titan_rl.metrics.timeline import timeline
 from titan_rl.policy.algorithms.base import TrainedTokens, later_sums, probability_ratio
 from titan_rl.policy.config import TrainerConfig
@@ -35,23 +35,15 @@ from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
 from titan_rl.policy.models.architecture import read_shape
-from titan_rl.policy.models.checkpoint import (
-    base_fingerprint,
-    load_weights,
-    local_shard,
-    reset_adapters,
-    save_whole,
-    whole_adapters,
-)
+from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
-from titan_rl.policy.training_state import BASE, CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, read_state
+from titan_rl.policy.training_state import CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, read_state
 from titan_rl.types import LARGEST_STEP, PolicyVersion
-from titan_rl.weights.adapters import Adapters
 from titan_rl.weights.manifest import TIED, TensorShard
 
 if TYPE_CHECKING:
@@ -131,12 +123,7 @@ class PolicyUpdater:
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
         load_weights(self._policy, model_path)
-        reset_adapters(self._policy, seed)
         self._shards = _shards_of(self._policy.tensors)
-        self._base: dict[str, Tensor] = {}
-        if config.lora.r:
-            alpha = torch.tensor(config.lora.lora_alpha, dtype=torch.float64)
-            self._base = {BASE + "fingerprint": base_fingerprint(self._shards), BASE + "lora_alpha": alpha}
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._critic = Critic(config, shape.dim, self._device) if config.critic.coefficient else None
         self._reference: Policy | None = None
@@ -218,20 +205,15 @@ class PolicyUpdater:
         return metrics
 
     def local_shards(self) -> Sequence[TensorShard]:
-        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`). With
-        LoRA: of the base."""
+        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
         return self._shards
-
-    def adapters(self, directory: Path | None = None) -> Adapters | None:
-        """LoRA's, whole on every rank: the live ones, or those that a publication left in `directory`."""
-        return whole_adapters(self._policy.adapters, self._config.lora.lora_alpha, directory)
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         StorageError, on all ranks, if rank 0 could not write it, TrainingError as `begin_save`."""
         self._raise_if_torn()
         try:
-            save_whole(directory, self._source, self._policy.tensors, self._config.dtype, self.adapters())
+            save_whole(directory, self._source, self._policy.tensors, self._config.dtype)
         except WeightsError as error:
             raise StorageError(f"step {self.step}: {error}") from error
 
@@ -258,8 +240,6 @@ class PolicyUpdater:
             self.freeze_reference()
         numbers = {name: number.clone() for name, number in self._numbers().items()}
         read_state([*self._state, *self._frozen(), *_shards_of(numbers)], directory)
-        if any(not numbers[name].equal(number) for name, number in self._base.items()):
-            raise CheckpointError(f"{directory} has adapters of another base, or with another trainer.lora.lora_alpha")
         self.step, self.incarnation, self._torn = int(numbers["step"]), incarnation, False
         self._optimizer.set_step(self.step)
 
@@ -281,16 +261,16 @@ class PolicyUpdater:
     def _state(self) -> list[TensorShard]:
         """This rank's part of all that steps change, which stays where it is."""
         critic = self._critic.tensors if self._critic else {}
-        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.tensors, CRITIC: critic}
+        parts = {WEIGHTS: self._policy.tensors, MOMENTS: self._optimizer.tensors, CRITIC: critic}
         return _shards_of({of + name: tensor for of, part in parts.items() for name, tensor in part.items()})
 
     def _frozen(self) -> list[TensorShard]:
         """Of the reference, if a file does not have it."""
-        frozen = {} if self._reference is None or self._teacher else self._reference.trained
+        frozen = {} if self._reference is None or self._teacher else self._reference.tensors
         return _shards_of({REFERENCE + name: tensor for name, tensor in frozen.items()})
 
     def _numbers(self) -> dict[str, Tensor]:
-        return {"step": torch.tensor(self.step), **self._base}
+        return {"step": torch.tensor(self.step)}
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool

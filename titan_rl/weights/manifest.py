@@ -91,15 +91,11 @@ class Manifest:
     """`(name, entry name)`: tensors that share an entry's bytes, such as a tied `lm_head.weight`. An engine must be
     right about an alias too."""
     nbytes: int
-    served: tuple[TensorEntry, ...] = ()
-    """Where the entries are LoRA's adapters: the effective weights, as the trainer computes them from the base that it
-    has. No bytes of theirs are published."""
-    lora_alpha: float = 0.0
 
     @property
     def expected(self) -> dict[str, TensorEntry]:
         """What an engine must compute with, by name; aliases with the entry whose bytes they share."""
-        entries = {entry.name: entry for entry in self.served or self.entries}
+        entries = {entry.name: entry for entry in self.entries}
         return entries | {alias: entries[name] for alias, name in self.aliases}
 
 

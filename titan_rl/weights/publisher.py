@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,6 @@ from titan_rl.weights.tensor_files import shards_of_files
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from titan_rl.weights.adapters import Adapters
-
 Shapes = dict[str, tuple[int, ...]]
 """Global shape of each tensor that a rank holds a part of."""
 
@@ -54,8 +52,6 @@ ALIGNMENT = 64
 _PIECE_BYTES = 16 << 20
 """That a host sends to the others at a time, or one row: enough for a link's speed, little enough to be held for each
 of some ten hosts."""
-
-_SumOf = Callable[[TensorShard, TensorEntry], Tensor]
 
 _Box = tuple[str, tuple[slice, ...]]
 """Name of a tensor, index into it."""
@@ -83,7 +79,6 @@ class SharedMemoryPublisher:
         directory: Path = DIRECTORY,
     ) -> None:
         self._channel = channel
-        self._rank = rank
         self._ranks = Ranks(group)
         self._max_live = max_live
         self._hosts = tuple(dict.fromkeys(hosts)) or (os.environ.get(HOST, "host0"),)
@@ -101,7 +96,6 @@ class SharedMemoryPublisher:
         *,
         dtype: torch.dtype,
         aliases: Sequence[tuple[str, str]] = (),
-        adapters: Adapters | None = None,
     ) -> Publication:
         """Store this rank's shards in a free slot, cast to `dtype`. Collective.
 
@@ -109,8 +103,6 @@ class SharedMemoryPublisher:
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
             aliases: `(name, name of a shard)` of tensors that share another's bytes.
-            adapters: the same on all ranks; then `shards` are the base, of which nothing is stored, and the manifest
-                has the fingerprints of what the adapters make of it.
 
         Raises:
             WeightsError: on all ranks, and no version is harmed: no free slot (names the live versions), shards
@@ -124,24 +116,8 @@ class SharedMemoryPublisher:
             raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {[*versions]}")
         layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, tuple(aliases)))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
-        learned: dict[str, Any] = {}
-        if adapters is not None:
-
-            def effective_sum(shard: TensorShard, _: TensorEntry) -> Tensor:
-                made = adapters.box(shard.name, shard.data.detach(), shard.slices, dtype)
-                return shard_sum(made, shard.global_shape, shard.offset)
-
-            served = _summed(self._ranks, what, layout, written, effective_sum)
-            shapes = {name: tuple(tensor.shape) for name, tensor in adapters.tensors.items()}
-            layout = _merged_layout([shapes], torch.float32, tuple(aliases))
-            whole = [TensorShard.whole(name, tensor) for name, tensor in adapters.tensors.items()]
-            written = whole if self._rank == 0 else []
-            learned = {"served": served.entries, "lora_alpha": adapters.alpha}
         segment = self._open(what, slot, layout)
-        stored = _summed(
-            self._ranks, what, layout, written, lambda shard, entry: _write_shard(shard, entry.view(segment))
-        )
-        manifest = replace(stored, **learned)
+        manifest = _written(self._ranks, what, segment, layout, written)
         if self._exchange is not None:
             self._exchange.complete(what, segment, layout, written)
         self._live[version] = slot
@@ -204,8 +180,8 @@ class HostExchange:
 
     def __init__(self, rank: int, ranks: Ranks, hosts: Sequence[str]) -> None:
         self._ranks = ranks
-        self._hosts = hosts
         self._rank = rank
+        self._hosts = hosts
         self._firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
         self._group = dist.new_group(self._firsts, backend="gloo")
 
@@ -283,21 +259,21 @@ _WAYS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
 """By type of device: bytes written at a time; what writes them, and returns what to take the fingerprint of."""
 
 
-def _summed(ranks: Ranks, what: str, layout: Manifest, shards: Sequence[TensorShard], sum_of: _SumOf) -> Manifest:
-    """The layout with the fingerprints of these shards and of the other ranks', as `sum_of` gives them. Collective."""
+def _written(ranks: Ranks, what: str, segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Manifest:
+    """Store the shards; returns the layout with the fingerprints of these and of the other ranks'. Collective."""
     indices = {entry.name: index for index, entry in enumerate(layout.entries)}
     elements, device = [0] * len(indices), shards[0].data.device if shards else "cpu"
 
-    def of_this_rank() -> Tensor:
+    def write() -> Tensor:
         fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
         for shard in shards:
             index = indices[shard.name]
-            fingerprints[index].add_(sum_of(shard, layout.entries[index]))
+            fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
             elements[index] += shard.data.numel()
         # To read the sums is to wait for the copies, which were queued before.
         return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
 
-    sums = ranks.together(what, of_this_rank)
+    sums = ranks.together(what, write)
     ranks.add(sums)
     found = list(zip(layout.entries, *sums.tolist(), strict=True))
     if gaps := [each for each in found if each[2] != math.prod(each[0].shape)]:

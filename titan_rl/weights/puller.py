@@ -10,17 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from titan_rl.errors import WeightsError
-from titan_rl.weights.adapters import AdaptedTensor, Adapters
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, shard_sum, signed, unsigned
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
-from titan_rl.weights.tensor_files import shards_of_files, write_shards
+from titan_rl.weights.tensor_files import write_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,17 +30,11 @@ _NAMED = 6
 
 
 class SharedMemoryReader:
-    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread.
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread. `page_lock`: see
+    `map_tensor`."""
 
-    Args:
-        base: the checkpoint directory that adapters were trained on; its tensors stay mapped once they are needed.
-        page_lock: see `map_tensor`.
-    """
-
-    def __init__(self, base: Path | None = None, *, page_lock: bool = True) -> None:
+    def __init__(self, *, page_lock: bool = True) -> None:
         self._page_lock = page_lock
-        self._base_directory = base
-        self._base: dict[str, Tensor] = {}
         self._mapped: dict[Path, tuple[Tensor, Identity]] = {}  # the bytes [N] uint8, and of which file
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
@@ -52,23 +45,6 @@ class SharedMemoryReader:
         """
         content = self._content(publication)
         return ((entry.name, entry.view(content)) for entry in publication.manifest.entries)
-
-    def served(self, publication: Publication) -> Iterator[tuple[str, Any]]:
-        """As `tensors`, of the weights that engines compute with, where LoRA adapts them as `AdaptedTensor`. Raises
-        WeightsError if the base lacks one."""
-        stored, manifest = self.tensors(publication), publication.manifest
-        if not manifest.served:
-            yield from stored
-            return
-        if not self._base and self._base_directory:
-            self._base = {shard.name: shard.data for shard in shards_of_files(self._base_directory)}
-        adapters = Adapters(alpha=manifest.lora_alpha, tensors=dict(stored))
-        for entry in manifest.served:
-            base, dtype = self._base.get(entry.name), getattr(torch, entry.dtype)
-            if base is None or tuple(base.shape) != entry.shape:
-                raise WeightsError(f"{publication}: {self._base_directory} has no {entry.name} of shape {entry.shape}")
-            adapted = adapters.adapt(entry.name)
-            yield entry.name, AdaptedTensor(adapters, entry.name, base, dtype) if adapted else base
 
     def _content(self, publication: Publication) -> Tensor:
         path = segment_at(publication.location)

@@ -67,16 +67,15 @@ def load(tensors: Mapping[str, Tensor], served: Iterable[TensorShard]) -> None:
     for shard in served:
         if (whole := tensors.get(shard.name)) is None:
             continue
-        device = shard.data.device
-        box = whole[shard.slices] if isinstance(whole, Tensor) else whole.to(device)[shard.slices]
-        if device.type == "cpu":
+        box = whole[shard.slices]
+        if shard.data.device.type == "cpu":
             from titan_rl.weights.panels import store  # here: it loads numba
 
             store(box, shard.data)
             continue
         # A box of columns is cut out on the device: the host would put it together in one thread. More bytes cross,
         # and the device needs room for the whole matrix.
-        box = box if box.is_contiguous() else whole.to(device, non_blocking=True)[shard.slices]
+        box = box if box.is_contiguous() else whole.to(shard.data.device, non_blocking=True)[shard.slices]
         shard.data.copy_(box, non_blocking=True)
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -25,7 +25,6 @@ from torchtitan.models.common.nn_modules import RMSNorm
 
 from titan_rl.generation.vllm import rows
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.weights.adapters import effective
 
 _Stream = Tensor | tuple[Tensor, Tensor]
 """Rows between layers, or the two summands of them."""
@@ -47,7 +46,7 @@ def make_bitwise(model: Any, config: TrainerConfig) -> None:
         elif isinstance(module, Linear) and module is not model.lm_head:
             # engines halve the layers that tensor-parallel ranks would sum over
             product = rows.halved_linear if name.endswith((".wo", ".w2")) else rows.row_linear
-            module.forward = partial(_linear, module, product, config.lora.lora_alpha)
+            module.forward = partial(_linear, module, product)
     model.lm_head.as_engine = True
 
 
@@ -137,12 +136,6 @@ def _attention(
     return attended
 
 
-def _linear(module: Any, product: Callable[..., Tensor], alpha: float, x: Tensor) -> Tensor:
-    weight = module.weight
-    if hasattr(module, "lora_a"):  # engines compute with what the adapters make of it
-        a, b = module.lora_a.weight, module.lora_b.weight
-        scale = alpha / len(a)
-        merged = partial(effective, scale, weight.dtype)
-        weight = _Agreed.apply(merged, lambda base, a, b: base + scale * b @ a, weight, a, b)
-    made: Tensor = _Product.apply(product, x.flatten(0, -2), weight)
+def _linear(module: Any, product: Callable[..., Tensor], x: Tensor) -> Tensor:
+    made: Tensor = _Product.apply(product, x.flatten(0, -2), module.weight)
     return made.view(*x.shape[:-1], -1)

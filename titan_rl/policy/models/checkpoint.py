@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,17 +26,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
-from titan_rl.weights.adapters import LORA_A, WHOLE, Adapters
-from titan_rl.weights.fingerprint import shard_fingerprint, signed
 from titan_rl.weights.manifest import LM_HEAD, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.tensor_files import shards_of_files
 
 if TYPE_CHECKING:
     from titan_rl.policy.models.model import Policy
-
-ADAPTER = "adapter"
-"""Of a checkpoint that was trained with LoRA: the directory of the adapters."""
 
 
 def load_weights(policy: Policy, directory: Path) -> None:
@@ -65,63 +59,24 @@ def load_weights(policy: Policy, directory: Path) -> None:
                 shard.data.copy_(stored[name][shard.slices])
 
 
-def reset_adapters(policy: Policy, seed: int) -> None:
-    """B is 0, so that the policy is its base; A is drawn as by PEFT, each from the seed and its name."""
-    with torch.no_grad():
-        for name, tensor in policy.adapters.items():
-            shard, whole = local_shard(name, tensor), torch.zeros(tensor.shape)
-            if name.endswith(LORA_A):
-                random = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-                bound = 1 / math.sqrt(tensor.shape[1])
-                whole.uniform_(-bound, bound, generator=random)
-            shard.data.copy_(whole[shard.slices])
-
-
-def whole_adapters(adapters: Mapping[str, Tensor], alpha: float, directory: Path | None) -> Adapters | None:
-    """A policy's, or those of files. Collective. Raises WeightsError, on all ranks, if one cannot read them."""
-    if not adapters:
-        return None
-    if directory is None:
-        return Adapters(alpha=alpha, tensors={name: whole_tensor(tensor) for name, tensor in adapters.items()})
-    stored = Ranks(dist.group.WORLD).together(f"{directory} is not whole", lambda: list(shards_of_files(directory)))
-    return Adapters(alpha=alpha, tensors={shard.name: shard.data for shard in stored})
-
-
-def base_fingerprint(shards: Sequence[TensorShard]) -> Tensor:
-    """[] int64: the sum of all weights' fingerprints, in any layout of ranks. Collective."""
-    mine = (shard_fingerprint(each.data, each.global_shape, each.offset) for each in shards if each.counted)
-    total = torch.tensor(signed(sum(mine)))
-    Ranks(dist.group.WORLD).add(total)
-    return total
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Collective where it is sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def save_whole(
-    directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str, adapters: Adapters | None
-) -> None:
+def save_whole(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
     """`write_checkpoint` of the whole tensors by rank 0. Collective. Raises WeightsError, on all ranks, if rank 0 could
     not."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        full = whole_tensor(tensor)  # one at a time, so that other ranks hold one only
+        # a collective; one at a time, so that other ranks hold one only
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0:
             whole[name] = full.to("cpu", getattr(torch, dtype)).contiguous()
     Ranks(dist.group.WORLD).together(
         f"the checkpoint {directory} could not be written",
-        lambda: write_checkpoint(directory, source, whole, dtype, adapters) if dist.get_rank() == 0 else None,
+        lambda: write_checkpoint(directory, source, whole, dtype) if dist.get_rank() == 0 else None,
     )
 
 
-def write_checkpoint(
-    directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str, adapters: Adapters | None = None
-) -> None:
+def write_checkpoint(directory: Path, source: Path, tensors: Mapping[str, Tensor], dtype: str) -> None:
     """Write `tensors` in this dtype, with the config and tokenizer files of `source`, as the checkpoint `directory`,
-    which is new, empty, or written by an earlier call. Raises ConfigError otherwise. `adapters` of these tensors are
-    merged into them, and written beside them in PEFT's format."""
+    which is new, empty, or written by an earlier call. Raises ConfigError otherwise."""
     with replacing(directory) as draft:
         for file in source.iterdir():
             weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth") or file.name.endswith(".index.json")
@@ -131,30 +86,7 @@ def write_checkpoint(
         config.pop("torch_dtype", None)  # the name of "dtype" before transformers 5; two would be one too many
         (draft / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2) + "\n")
         cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-        if adapters is not None:
-            cast = {name: adapters.box(name, tensor, WHOLE, tensor.dtype) for name, tensor in cast.items()}
         save_file(cast, draft / "model.safetensors", metadata={"format": "pt"})
-        if adapters is not None:
-            _write_adapters(draft / ADAPTER, source, adapters)
-
-
-def _write_adapters(directory: Path, base: Path, adapters: Adapters) -> None:
-    """As `peft.PeftModel.from_pretrained` reads them."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(base),
-        "r": adapters.r,
-        "lora_alpha": adapters.alpha,
-        "target_modules": sorted({name.split(".")[-3] for name in adapters.tensors}),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-    }
-    directory.mkdir()
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
-    tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in adapters.tensors.items()}
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def local_shard(name: str, tensor: Tensor) -> TensorShard:

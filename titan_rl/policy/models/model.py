@@ -40,10 +40,9 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.config import LoraConfig, TrainerConfig
+from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.architecture import Architecture
-from titan_rl.policy.models.lora import adapters_of, with_adapters
 from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.support import Supports
@@ -67,8 +66,6 @@ class Policy:
     tensors: dict[str, Tensor]
     """The live float32 weights by Hugging Face name, detached; they share the parameters' storage, which stays.
     DTensors where they are sharded."""
-    adapters: dict[str, Tensor]
-    """LoRA's, likewise, by PEFT's names. Where there are any, they are what learns, and `tensors` are frozen."""
     device: torch.device
     shares_prompts: bool
     """Whether its attention computes a prompt once that several samples begin with; the varlen kernel does not."""
@@ -95,10 +92,6 @@ class Policy:
     @property
     def data_rank(self) -> int:
         return torch.distributed.get_rank() // self.dims.tp
-
-    @property
-    def trained(self) -> dict[str, Tensor]:
-        return self.adapters or self.tensors
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Those of `scores`, and its rows, without gradient: nothing is kept for a backward pass."""
@@ -144,9 +137,6 @@ def build_policy(
     set_qwen3_sharding_config(model_config, enable_sp=config.sequence_parallel, enable_ep=False)
     head = model_config.lm_head.sharding_config
     model_config.lm_head.sharding_config = dataclasses.replace(head, out_src_shardings=None, out_dst_shardings=None)
-    names = shape.adapter(model_config)
-    if config.lora.r:
-        model_config = with_adapters(model_config, config.lora, names.from_hf_map)
     with torch.device("meta"):
         model = model_config.build()
     parallelize_qwen3(
@@ -174,8 +164,7 @@ def build_policy(
         module=model,
         dims=dims,
         shape=shape,
-        tensors=names.to_hf(model.state_dict()),
-        adapters=adapters_of(model.state_dict(), config.lora, names.to_hf),
+        tensors=shape.adapter(model_config).to_hf(model.state_dict()),
         device=device,
         shares_prompts=not varlen,
         multiple=config.tensor_parallel if config.sequence_parallel else 1,
@@ -185,8 +174,7 @@ def build_policy(
 def frozen_policy(shape: Architecture, config: TrainerConfig, *, beside: Policy) -> Policy:
     """A policy with empty weights, sharded like `beside`. It never learns: no gradient, no optimizer."""
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
-    lora = config.lora if shape is beside.shape else LoraConfig()  # a teacher is all in its checkpoint
-    config = dataclasses.replace(config, activation_checkpointing="none", lora=lora)
+    config = dataclasses.replace(config, activation_checkpointing="none")
     frozen = build_policy(shape, config, beside.device, beside=beside)
     frozen.module.eval().requires_grad_(False)
     return frozen
@@ -196,8 +184,8 @@ def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
     """A frozen policy with the weights of this one as they are now, bit for bit."""
     frozen = frozen_policy(policy.shape, config, beside=policy)
     with torch.no_grad():
-        for name, tensor in (policy.tensors | policy.adapters).items():
-            (frozen.tensors | frozen.adapters)[name].copy_(tensor)
+        for name, tensor in policy.tensors.items():
+            frozen.tensors[name].copy_(tensor)
     return frozen
 
 
