@@ -31,10 +31,10 @@ def process_control(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def die_with(parent_pid: int, with_signal: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent dies, whatever else runs here meanwhile. A parent that
-    died before this call sends none, so a process whose parent is another one ends here."""
-    process_control(_PR_SET_PDEATHSIG, with_signal)
+def die_with(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent dies, whatever else runs here meanwhile. A parent that died
+    before this call kills nothing, so a process whose parent is another one ends here."""
+    process_control(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit("the parent died while its child process started")
 

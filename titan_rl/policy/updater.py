@@ -223,7 +223,8 @@ class PolicyUpdater:
         if not self.step:
             raise TrainingError("there is nothing to save before the first step")
         self._raise_if_torn()
-        self._writer.begin([*self._state, *self._frozen(), *_shards_of(self._numbers())], directory)
+        step = TensorShard.whole("step", torch.tensor(self.step))
+        self._writer.begin([*self._state, *self._frozen(), step], directory)
 
     def _raise_if_torn(self) -> None:
         if self._torn:
@@ -238,9 +239,9 @@ class PolicyUpdater:
         it cannot be read, or is of another policy."""
         if self._config.kl.coefficient:
             self.freeze_reference()
-        numbers = {name: number.clone() for name, number in self._numbers().items()}
-        read_state([*self._state, *self._frozen(), *_shards_of(numbers)], directory)
-        self.step, self.incarnation, self._torn = int(numbers["step"]), incarnation, False
+        step = torch.tensor(0)
+        read_state([*self._state, *self._frozen(), TensorShard.whole("step", step)], directory)
+        self.step, self.incarnation, self._torn = int(step), incarnation, False
         self._optimizer.set_step(self.step)
 
     def copy_state(self, copies: StateCopies, *, reference: bool = False) -> None:
@@ -268,9 +269,6 @@ class PolicyUpdater:
         """Of the reference, if a file does not have it."""
         frozen = {} if self._reference is None or self._teacher else self._reference.tensors
         return _shards_of({REFERENCE + name: tensor for name, tensor in frozen.items()})
-
-    def _numbers(self) -> dict[str, Tensor]:
-        return {"step": torch.tensor(self.step)}
 
     def _optimize(
         self, batch: SampleBatch, plan: PackingPlan, optimizer: PolicyOptimizer, *, warm_up: bool
