@@ -13,13 +13,13 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
-from titan_rl.types import Message
+from titan_rl.types import Message, ToolCall
 
 MOST_FIELDS = 64
 """Of one object: each that is unknown has a sentence in the refusal."""
@@ -60,15 +60,14 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Hint = Any
 
 
-def _object(text: str) -> str:
-    text = text or "{}"
+def _object(text: Any) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
-        if isinstance(json.loads(text), dict):
-            return text
+        if isinstance(text, str) and isinstance(arguments := json.loads(text or "{}"), dict):
+            return arguments
     raise ValueError("the arguments of a call must be a JSON object, as text")
 
 
-Arguments = Annotated[str, AfterValidator(_object)]
+Arguments = Annotated[dict[str, Any], PlainValidator(_object, json_schema_input_type=str)]
 """A JSON object, as text; some frameworks write none as an empty text."""
 
 
@@ -83,15 +82,49 @@ class Strict(BaseModel):
         return value
 
 
-class ReturnedPart(Strict):
+class Part(Strict):
+    """Of a conversation. The policy reads of it what is named as in a message."""
+
+    def message(self, role: str = "") -> Message:
+        """`role`: of parts that do not say it."""
+        said = {name: value for name in Message._fields if (value := getattr(self, name, None)) is not None}
+        return Message(**{"role": role, "content": "", **said})
+
+
+class ReturnedPart(Part):
     """Part of an earlier answer: what it has besides these fields says nothing to the policy."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-def text_of(content: Any) -> str:
-    """Of nothing, a text, or parts with texts."""
-    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
+class Call(ReturnedPart):
+    id: str
+    name: ToolName
+    arguments: dict[str, Any]
+
+    def call(self) -> ToolCall:
+        return ToolCall(self.name, self.arguments, id=self.id)
+
+    def message(self, role: str = "assistant") -> Message:
+        return Message(role, "", (self.call(),))
+
+
+class TextPart(Part):
+    type: Literal["text"]
+    content: Annotated[str, Field(alias="text")]
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.content for part in content)
+
+
+Text = Annotated[str | Many[T], AfterValidator(_text)]
+"""A text, or parts with texts."""
+
+
+def read_role(role: str) -> str:
+    """Newer clients call "developer" what is "system"."""
+    return "system" if role == "developer" else role
 
 
 def call_of(call_id: str, prompts: Prompts, body: Strict, prompt: str, place: str = "", **more: Any) -> CompletionCall:

@@ -51,10 +51,9 @@ class Camel(Strict):
     )
 
 
-class FunctionCall(Camel):
+class FunctionCall(bodies.Call, Camel):
     id: str = ""
-    name: bodies.ToolName
-    args: dict[str, Any] = {}
+    arguments: Annotated[dict[str, Any], Field(alias="args")] = {}
 
 
 class FunctionResponse(Camel):
@@ -85,8 +84,8 @@ class Part(Camel):
 
     def message(self, role: str) -> Message:
         """Of a functionResponse: with the function's name."""
-        if (call := self.function_call) is not None:
-            return Message("assistant", "", (types.ToolCall(call.name, call.args, id=call.id),))
+        if self.function_call is not None:
+            return self.function_call.message()
         if (answer := self.function_response) is not None:
             return Message("tool", answer.text(), tool_call_id=answer.id, name=answer.name)
         return Message("assistant", "", reasoning=self.text or "") if self.thought else Message(role, self.text or "")

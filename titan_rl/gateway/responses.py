@@ -13,16 +13,16 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.responses import Response
 
 from titan_rl import types
 from titan_rl.gateway import bodies, openai_protocol
 from titan_rl.gateway.answers import Json, PartedAnswer, respond, to_json
-from titan_rl.gateway.bodies import Hint, Many, ReturnedPart, Strict, text_of
+from titan_rl.gateway.bodies import Hint, Many, ReturnedPart, Strict, Text
 from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
 from titan_rl.gateway.json_route import STREAMS, JsonRoute
@@ -35,43 +35,32 @@ STORED_BYTES = 256 << 20
 
 class TextPart(ReturnedPart):
     type: Literal["input_text", "output_text", "reasoning_text"]
-    text: str
+    content: Annotated[str, Field(alias="text")]
 
 
 class MessageItem(ReturnedPart):
     type: Literal["message"] = "message"
-    role: Literal["user", "system", "developer", "assistant"]
-    content: str | Many[TextPart]
-
-    def message(self) -> Message:
-        return Message("system" if self.role == "developer" else self.role, text_of(self.content))
+    role: Annotated[Literal["user", "system", "developer", "assistant"], AfterValidator(bodies.read_role)]
+    content: Text[TextPart]
 
 
 class ReasoningItem(ReturnedPart):
     type: Literal["reasoning"]
-    content: Many[TextPart] | None = None
-
-    def message(self) -> Message:
-        return Message("assistant", "", reasoning=text_of(self.content))
+    role: ClassVar = "assistant"
+    reasoning: Text[TextPart] | None = Field(None, alias="content")
 
 
-class CallItem(ReturnedPart):
+class CallItem(bodies.Call):
     type: Literal["function_call"]
-    call_id: str
-    name: bodies.ToolName
+    id: Annotated[str, Field(alias="call_id")]
     arguments: bodies.Arguments
-
-    def message(self) -> Message:
-        return Message("assistant", "", (types.ToolCall(self.name, json.loads(self.arguments), id=self.call_id),))
 
 
 class OutputItem(ReturnedPart):
     type: Literal["function_call_output"]
-    call_id: str
-    output: str | Many[TextPart]
-
-    def message(self) -> Message:
-        return Message("tool", text_of(self.output), tool_call_id=self.call_id)
+    role: ClassVar = "tool"
+    tool_call_id: Annotated[str, Field(alias="call_id")]
+    content: Annotated[Text[TextPart], Field(alias="output")]
 
 
 def _typed(item: Any) -> Any:
