@@ -155,6 +155,14 @@ class Choice:
     """Which of the call's stop texts ended it."""
 
 
+class TokenLogprob(NamedTuple):
+    token: bytes
+    """Joined with those of the others, the bytes of the text and its stop token."""
+    logprob: float
+    top: Sequence[tuple[bytes, float]] = ()
+    """The possible ones of the likeliest tokens at its place, likeliest first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """The part of a choice that its client was not sent before."""
@@ -171,11 +179,8 @@ class Delta:
     first_call: int
     """How many calls came before them."""
     tokens: list[int]
-    token_bytes: list[bytes]
-    """Of each token, joined those of its text and its stop token; empty unless the call wants logprobs."""
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[bytes, float]]]
-    """At each place the possible ones of the likeliest tokens, likeliest first; as `token_bytes`."""
+    logprobs: list[TokenLogprob]
+    """Of each token; empty unless the call wants them."""
     choice: Choice | None = None
     """Set in the last delta."""
 

@@ -193,7 +193,6 @@ class ResponseAnswer(PartedAnswer):
         self._output: list[Json] = []
         """The items that were begun, each as its last event has it."""
         self._text, self._item_id = "", ""  # of the last one, while it grows
-        self._calls: list[types.ToolCall] = []
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         *_, last = self.events(deltas[0])
@@ -228,7 +227,7 @@ class ResponseAnswer(PartedAnswer):
         if not delta.choice.stopped:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._keep is not None:
-            self._keep([*self._messages, delta.choice.message._replace(tool_calls=tuple(self._calls))], response)
+            self._keep([*self._messages, delta.choice.message], response)
         yield self._event(status, response=response)
 
     def error_event(self, error: ApiError) -> Json:
@@ -237,7 +236,6 @@ class ResponseAnswer(PartedAnswer):
 
     def _call_events(self, call: types.ToolCall) -> Iterator[Json]:
         arguments, item_id = json.dumps(call.arguments), self._new_id("fc")
-        self._calls.append(call)
         item = {"id": item_id, "type": "function_call", "call_id": call.id, "name": call.name}
         place = {"output_index": len(self._output), "item_id": item_id}
         yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
