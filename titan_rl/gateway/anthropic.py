@@ -16,10 +16,9 @@ from starlette.responses import Response
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Json, JsonResponse, PartedAnswer, respond
-from titan_rl.gateway.bodies import MOST_TOOLS, Hint, Many, Part, ReturnedPart, Strict, Text, Turns
+from titan_rl.gateway.bodies import MOST_TOOLS, STREAMS, Hint, JsonRoute, Many, Part, ReturnedPart, Strict, Text, Turns
 from titan_rl.gateway.callers import CALLER
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
-from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message, ToolSpec
 

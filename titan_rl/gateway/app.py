@@ -27,10 +27,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from titan_rl.errors import ActorFailed, TitanError
 from titan_rl.gateway import anthropic, gemini, openai_routes, responses
 from titan_rl.gateway.answers import JsonResponse
+from titan_rl.gateway.bodies import ERRORS, description
 from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancelled_by
 from titan_rl.gateway.calls import ApiError, Fleet, ServedPolicy, api_error
 from titan_rl.gateway.config import GatewayConfig, listen
-from titan_rl.gateway.json_route import ERRORS, description
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
 from titan_rl.one_line import one_line

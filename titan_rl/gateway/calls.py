@@ -215,14 +215,18 @@ class ApiError(Exception):
         self.headers = {"x-should-retry": "false", **self.headers}
 
 
-_ANSWERS: tuple[tuple[type[Exception], int, str], ...] = (
-    (errors.RolloutOver, 403, "rollout_over"),
-    (errors.RequestLost, 503, "engine_unavailable"),
-    (errors.RequestTooLong, 400, "context_length_exceeded"),
-    (errors.RequestError, 400, "invalid_request"),
-    (errors.TaskError, 400, "invalid_request"),
+_ANSWERS: tuple[tuple[type[Exception], int, str, Mapping[str, str]], ...] = (
+    (errors.GatewayClosing, 503, "gateway_closing", RETRY),
+    (errors.RolloutOver, 403, "rollout_over", {}),
+    (errors.RequestLost, 503, "engine_unavailable", {}),
+    (errors.RequestTooLong, 400, "context_length_exceeded", {}),
+    (errors.RequestError, 400, "invalid_request", {}),
+    (errors.TaskError, 400, "invalid_request", {}),
+    (errors.ActorGone, 503, "engine_unavailable", RETRY),  # it may be replaced
+    (errors.TitanError, 503, "engine_unavailable", {}),
+    (Exception, 500, "internal_error", {}),
 )
-"""Errors of a call, the first that fits, with their status and code."""
+"""Errors of a call, the first that fits, with their status, code and headers. Nobody expected the last."""
 
 
 def api_error(error: Exception) -> ApiError:
@@ -236,16 +240,9 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(error.status_code, str(error.detail), headers=error.headers or {})
         case RecursionError():
             return ApiError(400, "the body is nested too deeply", code="invalid_request")
-        case errors.GatewayClosing():
-            return ApiError(503, str(error), code="gateway_closing", headers=RETRY)
-    for kind, status, code in _ANSWERS:
-        if isinstance(error, kind):
-            return ApiError(status, str(error), code=code)
-    named = f"{type(error).__name__}: {error}"
-    if not isinstance(error, errors.TitanError):
-        return ApiError(500, named, code="internal_error")
-    headers = RETRY if isinstance(error, errors.ActorGone) else {}  # it may be replaced
-    return ApiError(503, named, code="engine_unavailable", headers=headers)
+    status, code, headers = next(told for kind, *told in _ANSWERS if isinstance(error, kind))
+    message = f"{type(error).__name__}: {error}" if status >= 500 else str(error)
+    return ApiError(status, message, code=code, headers=headers)
 
 
 def _invalid_body(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

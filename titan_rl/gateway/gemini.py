@@ -22,10 +22,9 @@ from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
-from titan_rl.gateway.bodies import MOST_TOOLS, Hint, Many, Strict, Turns
+from titan_rl.gateway.bodies import MOST_TOOLS, STREAMS, Hint, JsonRoute, Many, Strict, Turns
 from titan_rl.gateway.callers import CALLER
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
-from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message, ToolSpec
 

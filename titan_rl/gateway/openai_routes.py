@@ -18,8 +18,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
+from titan_rl.gateway.bodies import STREAMS, JsonRoute
 from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy
-from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
 
