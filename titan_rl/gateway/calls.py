@@ -240,7 +240,7 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(error.status_code, str(error.detail), headers=error.headers or {})
         case RecursionError():
             return ApiError(400, "the body is nested too deeply", code="invalid_request")
-    status, code, headers = next(told for kind, *told in _ANSWERS if isinstance(error, kind))
+    _, status, code, headers = next(each for each in _ANSWERS if isinstance(error, each[0]))
     message = f"{type(error).__name__}: {error}" if status >= 500 else str(error)
     return ApiError(status, message, code=code, headers=headers)
 
