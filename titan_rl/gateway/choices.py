@@ -42,7 +42,7 @@ _CALL = r"<[^<>\s]{0,80}(?:tool|call|func|invoke|arg|think|\||｜)[^<>\s]{0,80}>
 _MARK = re.compile(f"(?P<think>{_THINK})|{_CALL}", re.IGNORECASE)
 _MARK_BEGINS = re.compile(rf"(?:<[^<>\s]{{0,{LONGEST_MARK}}}|\[/?[A-Za-z_]{{0,{LONGEST_MARK}}})\Z")
 
-THOUGHT_END, CALL_END = "</think>", "</tool_call>"
+THOUGHT_END = "</think>"
 PARSE_EACH = 256
 """A turn without content so far is parsed again at each piece while it has at most this many tokens. A longer turn is
 parsed when it has grown by a sixteenth, or when a mark was closed, and then at each of the next `PARSE_NEAR` tokens."""
@@ -192,11 +192,13 @@ class StreamedText:
         return None if any(mark["think"] is None for mark in _MARK.finditer(self.sure, 0, begin)) else begin
 
     def _new_calls(self, before: int) -> tuple[ToolCall, ...]:
-        """Calls that were closed, and are certain."""
-        closed = self.sure.find(CALL_END, max(0, before - len(CALL_END))) >= 0
-        if not (closed and self._may_call and self._thought_end):
+        """Calls that were closed, and are certain. Each format has marks of its own, and any may close one."""
+        if not (self._may_call and self._thought_end):
             return ()
         assert self._parse is not None
+        marks = _MARK.finditer(self.sure, max(0, before - LONGEST_MARK - 2))
+        if not any(mark.end() > before and mark["think"] is None for mark in marks):
+            return ()
         now, later = (_readable(self._parse([*self.tokens, *end])) for end in ((), self._thought_end))
         sent = len(self._calls)
         if now != later or now[:sent] != self._calls:
