@@ -84,18 +84,16 @@ class Unwrapped(Strict):
         return value
 
 
-class Function(Unwrapped):
+class NamedFunction(Unwrapped):
     type: Literal["function"]
     name: bodies.ToolName
+
+
+class Function(NamedFunction):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     """True: what the policy calls follows the schemas. Calls that are forced do so in any case."""
-
-
-class NamedFunction(Unwrapped):
-    type: Literal["function"]
-    name: str
 
 
 class AllowedTools(Unwrapped):
@@ -150,8 +148,7 @@ class ChatOptions(Strict):
         return bodies.answer_form(form, "tool_choice", names, strict=any(tool.strict for tool in self.tools or ()))
 
 
-class ToolCall(Unwrapped, bodies.Call):
-    type: Literal["function"]
+class ToolCall(NamedFunction, bodies.Call):
     arguments: bodies.Arguments
 
 
