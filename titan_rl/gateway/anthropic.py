@@ -7,7 +7,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
@@ -45,7 +45,7 @@ class CallBlock(bodies.Call):
 
 class ResultBlock(Part):
     type: Literal["tool_result"]
-    role: ClassVar = "tool"
+    speaker = "tool"
     tool_call_id: Annotated[str, Field(alias="tool_use_id")]
     content: Text[TextBlock] | None = None
     is_error: Hint = None

@@ -15,7 +15,7 @@ import json
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
@@ -92,10 +92,13 @@ class Strict(BaseModel):
 class Part(Strict):
     """Of a conversation. The policy reads of it what is named as in a message."""
 
+    speaker: ClassVar[str] = ""
+    """The role of parts that can only have one."""
+
     def message(self, role: str = "") -> Message:
         """`role`: of parts that do not say it."""
-        said = {name: value for name in Message._fields if (value := getattr(self, name, None)) is not None}
-        return Message(**{"role": role, "content": "", **said})
+        said = {name: value for name, value in vars(self).items() if name in Message._fields and value is not None}
+        return Message(**{"role": self.speaker or role, "content": "", **said})
 
 
 class ReturnedPart(Part):

@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -44,7 +44,7 @@ class MessageItem(ReturnedPart):
 
 class ReasoningItem(ReturnedPart):
     type: Literal["reasoning"]
-    role: ClassVar = "assistant"
+    speaker = "assistant"
     reasoning: Text[TextPart] | None = Field(None, alias="content")
 
 
@@ -56,7 +56,7 @@ class CallItem(bodies.Call):
 
 class OutputItem(ReturnedPart):
     type: Literal["function_call_output"]
-    role: ClassVar = "tool"
+    speaker = "tool"
     tool_call_id: Annotated[str, Field(alias="call_id")]
     content: Annotated[Text[TextPart], Field(alias="output")]
 

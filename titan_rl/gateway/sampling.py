@@ -174,9 +174,8 @@ class SampleStream:
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    running = [task for task in tasks if task.cancel()]
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 class RenderJobs:
