@@ -3,41 +3,21 @@ sampled is ever rendered again, whatever the policy says (10 s; `-m acceptance`:
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
+from support.formats import FORMATS, TOOLS, format_over_bytes
 from support.rollouts import request
 
 from titan_rl.chat.chat_renderer import ChatRenderer
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
 from titan_rl.rollout.trajectory import RolloutRequest, Trajectory, first_prompt
-from titan_rl.types import Completion, FinishReason, Message, SamplingParams, ToolCall, ToolSpec
+from titan_rl.types import Completion, FinishReason, Message, SamplingParams, ToolCall
 
-FORMATS = (
-    *("qwen3", "qwen3.5", "qwen3.6", "glm-4.5", "glm-5", "kimi-k2", "kimi-k2.5", "llama-3", "minimax-m2"),
-    *("nemotron-3", "deepseek-v3", "hy3", "laguna-xs.2"),
-)
-TOOLS = (
-    ToolSpec("add", "Adds.", {"type": "object", "properties": {"terms": {"type": "array"}}}),
-    ToolSpec("look_up", "", {"type": "object", "properties": {"word": {"type": "string"}}}),
-)
-MISSING = re.compile(r"(?:token |for )'([^']+)'(?: not found|, got)")
 TURNS = 4
 
 
 @pytest.fixture(scope="module", params=FORMATS)
 def chat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    """Over a tokenizer with the marks that the format misses, one after the other."""
-    marks: list[str] = []
-    while True:
-        config = TinyPolicyConfig(tokenizer="chat", special_tokens=tuple(marks))
-        try:
-            return ChatRenderer(make_tiny_policy(config, tmp_path_factory.mktemp("marked")), request.param)
-        except Exception as error:
-            found = [MISSING.search(str(each)) for each in (error, error.__cause__)]
-            marks.append(next(match for match in found if match)[1])
+    return format_over_bytes(request.param, lambda: tmp_path_factory.mktemp("marked"))
 
 
 def sampled(chat: ChatRenderer, chance: np.random.Generator) -> tuple[list[int], FinishReason]:

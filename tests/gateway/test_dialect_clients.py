@@ -107,6 +107,25 @@ async def test_a_conversation_with_tools_goes_on_in_the_sampled_tokens(
     assert [message.content for message in record.messages if message.role == "tool"] == ["3", "7", "5"]
 
 
+@pytest.mark.parametrize(("text", "thought"), [(CALLS, "I add."), (SAYS, "Easy.")])
+async def test_of_equal_answers_the_one_that_came_back_goes_on(
+    chat: Renderer, dialect: Dialect, text: str, thought: str
+) -> None:
+    """It is known by the ids of its calls, and without calls by its thinking."""
+    gateway = Gateway(chat, text, text.replace(thought, "Hm."), SAYS)
+    clients, said = await gateway.open(), user(dialect, "1+2? 3+4?")
+    answer, _ = [await dialect.ask(clients, dialect.body(said, tools=[ADD]), stream=False) for _ in range(2)]
+    calls = tuple(ToolCall(name, arguments, id=call_id) for call_id, name, arguments in answer.calls)
+    told = Message("assistant", answer.text, calls, reasoning="" if calls else answer.reasoning)
+    told_by_tools = [Message("tool", "3", tool_call_id=call.id) for call in calls]
+    said += dialect.entries([told, *told_by_tools, *([] if calls else [Message("user", "And 5?")])])
+    await dialect.ask(clients, dialect.body(said, tools=[ADD]), stream=False)
+    record = await gateway.keys.close("s")
+    (first,) = (turn for turn in record.turns[:2] if turn.message.reasoning == thought)
+    before = [*first.prompt_token_ids.tolist(), *first.completion.token_ids.tolist()]
+    assert record.turns[2].prompt_token_ids.tolist()[: len(before)] == before
+
+
 @pytest.mark.parametrize("text", [CALLS, SAYS, ONLY_CALLS, BEHIND, END, "It goes", "<think>\nIt goes"])
 async def test_the_events_of_a_stream_are_the_whole_answer(chat: Renderer, dialect: Dialect, text: str) -> None:
     gateway = Gateway(chat, text, text)

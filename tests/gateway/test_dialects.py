@@ -90,9 +90,7 @@ def delta_of(turn: Message) -> Delta:
         calls=turn.tool_calls,
         first_call=0,
         tokens=empty,
-        token_bytes=empty,
         logprobs=empty,
-        top_logprobs=empty,
         choice=choice,
     )
 

@@ -21,7 +21,7 @@ from tokenizers.models import BPE
 from titan_rl.chat import make_renderer
 from titan_rl.chat.chat_renderer import ChatRenderer, PlainTokenizer
 from titan_rl.chat.renderer import Renderer
-from titan_rl.gateway import app, json_route
+from titan_rl.gateway import app, bodies
 from titan_rl.gateway.callers import ApiKeys, RolloutKeys
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.policy.config import TinyPolicyConfig
@@ -240,14 +240,14 @@ async def test_pages_of_other_origins_may_call_only_where_a_setting_says_so(chat
 
 async def test_who_parses_a_long_body_keeps_nobody_waiting(chat, monkeypatch):
     begun, go_on = asyncio.Event(), threading.Event()
-    loop, parse = asyncio.get_running_loop(), json_route.from_json
+    loop, parse = asyncio.get_running_loop(), bodies.from_json
 
     def slow(body: bytes) -> Any:
         loop.call_soon_threadsafe(begun.set)
         go_on.wait(60)
         return parse(body)
 
-    monkeypatch.setattr(json_route, "from_json", slow)
+    monkeypatch.setattr(bodies, "from_json", slow)
     server = app.GatewayServer(GatewayConfig(port=0, model=MODEL), TellingFleet([70]), policy_of(chat, 512), run_seed=0)
     try:
         async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:

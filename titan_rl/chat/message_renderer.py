@@ -12,8 +12,7 @@ ones, so that a prompt has the same tokens, and its requests the same seeds, whe
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from titan_rl.chat.renderer import AnswerForm, Messages, Renderer, Tokens, Tools
-from titan_rl.errors import TaskError
+from titan_rl.chat.renderer import Messages, Renderer, Tokens, Tools
 from titan_rl.types import FinishReason, Message, ToolSpec
 
 END = 0
@@ -42,11 +41,6 @@ class MessageRenderer(Renderer):
 
     def say(self, message: Message) -> list[int]:
         return [self._id(message), END]
-
-    def constraint(self, form: AnswerForm) -> str:
-        if form.must_call or form.schema is not None:
-            raise TaskError("a turn that stands for a whole message cannot be constrained")
-        return ""
 
     def encode(self, text: str) -> list[int]:
         return [self._id(Message("user", text))]

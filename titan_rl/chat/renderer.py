@@ -74,7 +74,11 @@ class Renderer(Protocol):
         TaskError: the message cannot be written in this tokenizer."""
 
     def constraint(self, form: AnswerForm) -> str:
-        """As `SamplingParams.constraint` has it. Raises TaskError: turns of this format cannot be constrained so."""
+        """As `SamplingParams.constraint` has it. Raises TaskError: turns of this format cannot be constrained so, which
+        those of most cannot."""
+        if form.must_call or form.schema is not None:
+            raise TaskError(f"the answers of a {type(self).__name__} cannot be constrained")
+        return ""
 
     def encode(self, text: str) -> list[int]:
         """The tokens of plain text. Raises TaskError if the tokenizer cannot write it."""
@@ -145,11 +149,6 @@ class SymbolRenderer(Renderer):
     def say(self, message: Message) -> list[int]:
         token_ids = self.encode(self._text_of(message))
         return token_ids if message.tool_calls else [*token_ids, self.stop_token_ids[0]]
-
-    def constraint(self, form: AnswerForm) -> str:
-        if form.must_call or form.schema is not None:
-            raise TaskError("the answers of a tokenizer of symbols cannot be constrained")
-        return ""  # a call ends the turn, and its one argument is any text
 
     def _only_argument(self, tools: Tools) -> tuple[str, str]:
         if self._call_end is None:

@@ -13,14 +13,12 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Json, JsonResponse, PartedAnswer, respond
-from titan_rl.gateway.bodies import MOST_TOOLS, Hint, Many, ReturnedPart, Strict, Turns, text_of
+from titan_rl.gateway.bodies import MOST_TOOLS, STREAMS, Hint, JsonRoute, Many, Part, ReturnedPart, Strict, Text, Turns
 from titan_rl.gateway.callers import CALLER
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
-from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message, ToolSpec
 
@@ -30,44 +28,29 @@ ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 ERRORS |= {503: "overloaded_error"}
 
 
-class TextBlock(Strict):
-    type: Literal["text"]
-    text: str
+class TextBlock(bodies.TextPart):
     cache_control: Hint = None
     citations: Hint = None
-
-    def message(self, role: str) -> Message:
-        return Message(role, self.text)
 
 
 class ThinkingBlock(ReturnedPart):
     type: Literal["thinking"]
-    thinking: str
-
-    def message(self, role: str) -> Message:
-        return Message(role, "", reasoning=self.thinking)
+    reasoning: Annotated[str, Field(alias="thinking")]
 
 
-class CallBlock(ReturnedPart):
+class CallBlock(bodies.Call):
     type: Literal["tool_use"]
-    id: str
-    name: bodies.ToolName
-    input: dict[str, Any]
-
-    def message(self, role: str) -> Message:
-        return Message(role, "", (types.ToolCall(self.name, self.input, id=self.id),))
+    arguments: Annotated[dict[str, Any], Field(alias="input")]
 
 
-class ResultBlock(Strict):
+class ResultBlock(Part):
     type: Literal["tool_result"]
-    tool_use_id: str
-    content: str | Many[TextBlock] | None = None
+    speaker = "tool"
+    tool_call_id: Annotated[str, Field(alias="tool_use_id")]
+    content: Text[TextBlock] | None = None
     is_error: Hint = None
     """The policy reads what the content says."""
     cache_control: Hint = None
-
-    def message(self, role: str) -> Message:
-        return Message("tool", text_of(self.content), tool_call_id=self.tool_use_id)
 
 
 class ClientMessage(Strict):
@@ -116,7 +99,7 @@ class OutputConfig(Strict):
 class CountTokensRequest(Strict):
     model: bodies.ModelName
     messages: Turns[Annotated[ClientMessage | AssistantMessage, Field(discriminator="role")]]
-    system: str | Many[TextBlock] | None = None
+    system: Text[TextBlock] | None = None
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: ToolChoice = ToolChoice(type="auto")
     output_config: OutputConfig = OutputConfig()
@@ -127,7 +110,8 @@ class CountTokensRequest(Strict):
     def chat(self) -> Chat:
         declared = [] if self.tool_choice.type == "none" else self.tools or []
         tools = [ToolSpec(each.name, each.description or "", each.input_schema) for each in declared]
-        system = [Message("system", text_of(self.system))] if self.system else []
+        told: Any = self.system
+        system = [Message("system", told)] if told else []
         return Chat([*system, *(each for message in self.messages for each in _messages(message))], tools)
 
 

@@ -27,10 +27,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from titan_rl.errors import ActorFailed, TitanError
 from titan_rl.gateway import anthropic, gemini, openai_routes, responses
 from titan_rl.gateway.answers import JsonResponse
+from titan_rl.gateway.bodies import ERRORS, description
 from titan_rl.gateway.callers import CALLER, ApiKeys, Caller, RolloutKeys, cancelled_by
 from titan_rl.gateway.calls import ApiError, Fleet, ServedPolicy, api_error
 from titan_rl.gateway.config import GatewayConfig, listen
-from titan_rl.gateway.json_route import ERRORS, description
 from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
 from titan_rl.one_line import one_line
@@ -77,25 +77,22 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
     @app.get("/health")
     async def health(request: Request) -> Response:
         """200 while a generator serves. Only callers with a key are told why none does: that names paths and hosts."""
-        known = keys.caller(api_key(request.scope)) is not None
+        known, problem = keys.caller(api_key(request.scope)) is not None, "no generator serves"
         try:
             async with asyncio.timeout(HEALTH_SECONDS), cancelled_by(request.scope[CALLER].ended):
                 members = await fleet.fleet_status()
+            if any(member.state.serves for member in members):
+                states = {member.name: {"state": member.state, "version": member.version} for member in members}
+                return JsonResponse({"status": "serving", "generators": states})
+            causes = [f": {each.last_error}" if each.last_error and known else "" for each in members]
+            reasons = (f"{each.name} is {each.state}{cause}" for each, cause in zip(members, causes, strict=True))
+            problem = f"{problem}: {'; '.join(reasons)}"
         except TimeoutError:
             problem = f"the router did not answer within {HEALTH_SECONDS} s"
-            raise ApiError(503, problem, code="engine_unavailable") from None
         except ActorFailed:
             if known:
                 raise
-            raise ApiError(503, "no generator serves", code="engine_unavailable") from None
-        if any(member.state.serves for member in members):
-            states = {member.name: {"state": member.state, "version": member.version} for member in members}
-            return JsonResponse({"status": "serving", "generators": states})
-        reasons = [
-            f"{each.name} is {each.state}" + (f": {each.last_error}" if each.last_error and known else "")
-            for each in members
-        ]
-        raise ApiError(503, f"no generator serves: {'; '.join(reasons)}", code="engine_unavailable")
+        raise ApiError(503, problem, code="engine_unavailable")
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus(request: Request) -> Response:

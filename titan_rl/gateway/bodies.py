@@ -7,19 +7,26 @@
 - Types are strict: no number is read out of a text, no flag out of a number.
 - However a dialect cuts a conversation into parts, the policy reads the same messages.
 - What a call is refused for has the name that the client gave it.
+- A long body is parsed in a thread, by a parser that needs 50 ms for 8 MB: until then it holds up all other calls.
 """
 
+import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from fastapi import FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
+from pydantic_core import from_json
+from starlette.responses import Response
 
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
-from titan_rl.types import Message
+from titan_rl.types import Message, ToolCall
 
 MOST_FIELDS = 64
 """Of one object: each that is unknown has a sentence in the refusal."""
@@ -60,15 +67,14 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Hint = Any
 
 
-def _object(text: str) -> str:
-    text = text or "{}"
+def _object(text: Any) -> dict[str, Any]:
     with suppress(ValueError, RecursionError):
-        if isinstance(json.loads(text), dict):
-            return text
+        if isinstance(text, str) and isinstance(arguments := json.loads(text or "{}"), dict):
+            return arguments
     raise ValueError("the arguments of a call must be a JSON object, as text")
 
 
-Arguments = Annotated[str, AfterValidator(_object)]
+Arguments = Annotated[dict[str, Any], PlainValidator(_object, json_schema_input_type=str)]
 """A JSON object, as text; some frameworks write none as an empty text."""
 
 
@@ -83,15 +89,52 @@ class Strict(BaseModel):
         return value
 
 
-class ReturnedPart(Strict):
+class Part(Strict):
+    """Of a conversation. The policy reads of it what is named as in a message."""
+
+    speaker: ClassVar[str] = ""
+    """The role of parts that can only have one."""
+
+    def message(self, role: str = "") -> Message:
+        """`role`: of parts that do not say it."""
+        said = {name: value for name, value in vars(self).items() if name in Message._fields and value is not None}
+        return Message(**{"role": self.speaker or role, "content": "", **said})
+
+
+class ReturnedPart(Part):
     """Part of an earlier answer: what it has besides these fields says nothing to the policy."""
 
     model_config = ConfigDict(extra="ignore")
 
 
-def text_of(content: Any) -> str:
-    """Of nothing, a text, or parts with texts."""
-    return content or "" if isinstance(content, str | None) else "".join(part.text for part in content)
+class Call(ReturnedPart):
+    id: str
+    name: ToolName
+    arguments: dict[str, Any]
+
+    def call(self) -> ToolCall:
+        return ToolCall(self.name, self.arguments, id=self.id)
+
+    def message(self, role: str = "assistant") -> Message:
+        return Message(role, "", (self.call(),))
+
+
+class TextPart(Part):
+    type: Literal["text"]
+    content: Annotated[str, Field(alias="text")]
+
+
+def _text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.content for part in content)
+
+
+Text = Annotated[str | Many[T], AfterValidator(_text)]
+"""A text, or parts with texts."""
+
+
+def read_role(role: str) -> str:
+    """Newer clients call "developer" what is "system"."""
+    return "system" if role == "developer" else role
 
 
 def call_of(call_id: str, prompts: Prompts, body: Strict, prompt: str, place: str = "", **more: Any) -> CompletionCall:
@@ -145,3 +188,49 @@ def answer_form(
     if form.schema is None and not (every and limited):
         return None
     return form._replace(tools=[tool for tool in form.tools if tool.name in names])
+
+
+# Over HTTP.
+
+LONG = 64 << 10
+"""Bytes; a shorter body is parsed at once."""
+_ERROR = {"type": "object", "properties": {"error": {"type": "object"}}, "required": ["error"]}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"content": {"application/json": {"schema": _ERROR}}}
+    for code in (400, 401, 403, 404, 405, 408, 413, 500, 503, 504)
+}
+"""What any path may answer beside its 200."""
+STREAMS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+"""What those may that stream."""
+
+
+class JsonRoute(APIRoute):
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def parse_and_handle(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return parse_and_handle
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        """Raises JSONDecodeError, which says what is wrong and where."""
+        body = await self.body()
+        try:
+            return await asyncio.to_thread(from_json, body) if len(body) > LONG else from_json(body)
+        except ValueError as error:
+            raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+def description(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's, which would promise a 422, and writes integers as floats: the largest one would be rounded up."""
+    if app.openapi_schema is None:
+        written = json.dumps(get_openapi(title=app.title, version=app.version, routes=app.routes))
+        app.openapi_schema = schema = json.loads(written, parse_float=lambda text: min(float(text), 2**63 - 1))
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema["components"]["schemas"].pop(name, None)
+        for operation in (each for methods in schema["paths"].values() for each in methods.values()):
+            operation["responses"].pop("422", None)
+    return app.openapi_schema

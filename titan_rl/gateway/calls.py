@@ -155,6 +155,14 @@ class Choice:
     """Which of the call's stop texts ended it."""
 
 
+class TokenLogprob(NamedTuple):
+    token: bytes
+    """Joined with those of the others, the bytes of the text and its stop token."""
+    logprob: float
+    top: Sequence[tuple[bytes, float]] = ()
+    """The possible ones of the likeliest tokens at its place, likeliest first."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """The part of a choice that its client was not sent before."""
@@ -171,11 +179,8 @@ class Delta:
     first_call: int
     """How many calls came before them."""
     tokens: list[int]
-    token_bytes: list[bytes]
-    """Of each token, joined those of its text and its stop token; empty unless the call wants logprobs."""
-    logprobs: list[float]
-    top_logprobs: list[list[tuple[bytes, float]]]
-    """At each place the possible ones of the likeliest tokens, likeliest first; as `token_bytes`."""
+    logprobs: list[TokenLogprob]
+    """Of each token; empty unless the call wants them."""
     choice: Choice | None = None
     """Set in the last delta."""
 
@@ -210,14 +215,18 @@ class ApiError(Exception):
         self.headers = {"x-should-retry": "false", **self.headers}
 
 
-_ANSWERS: tuple[tuple[type[Exception], int, str], ...] = (
-    (errors.RolloutOver, 403, "rollout_over"),
-    (errors.RequestLost, 503, "engine_unavailable"),
-    (errors.RequestTooLong, 400, "context_length_exceeded"),
-    (errors.RequestError, 400, "invalid_request"),
-    (errors.TaskError, 400, "invalid_request"),
+_ANSWERS: tuple[tuple[type[Exception], int, str, Mapping[str, str]], ...] = (
+    (errors.GatewayClosing, 503, "gateway_closing", RETRY),
+    (errors.RolloutOver, 403, "rollout_over", {}),
+    (errors.RequestLost, 503, "engine_unavailable", {}),
+    (errors.RequestTooLong, 400, "context_length_exceeded", {}),
+    (errors.RequestError, 400, "invalid_request", {}),
+    (errors.TaskError, 400, "invalid_request", {}),
+    (errors.ActorGone, 503, "engine_unavailable", RETRY),  # it may be replaced
+    (errors.TitanError, 503, "engine_unavailable", {}),
+    (Exception, 500, "internal_error", {}),
 )
-"""Errors of a call, the first that fits, with their status and code."""
+"""Errors of a call, the first that fits, with their status, code and headers. Nobody expected the last."""
 
 
 def api_error(error: Exception) -> ApiError:
@@ -231,16 +240,9 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(error.status_code, str(error.detail), headers=error.headers or {})
         case RecursionError():
             return ApiError(400, "the body is nested too deeply", code="invalid_request")
-        case errors.GatewayClosing():
-            return ApiError(503, str(error), code="gateway_closing", headers=RETRY)
-    for kind, status, code in _ANSWERS:
-        if isinstance(error, kind):
-            return ApiError(status, str(error), code=code)
-    named = f"{type(error).__name__}: {error}"
-    if not isinstance(error, errors.TitanError):
-        return ApiError(500, named, code="internal_error")
-    headers = RETRY if isinstance(error, errors.ActorGone) else {}  # it may be replaced
-    return ApiError(503, named, code="engine_unavailable", headers=headers)
+    _, status, code, headers = next(each for each in _ANSWERS if isinstance(error, each[0]))
+    message = f"{type(error).__name__}: {error}" if status >= 500 else str(error)
+    return ApiError(status, message, code=code, headers=headers)
 
 
 def _invalid_body(problems: Sequence[Mapping[str, Any]], body: Any) -> ApiError:

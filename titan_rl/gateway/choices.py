@@ -18,15 +18,15 @@ Each token costs the decoding of a few, however long the completion is.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
-from typing import NamedTuple
+from itertools import count, repeat
+from typing import Any, NamedTuple
 
 from titan_rl.chat.renderer import Renderer
 from titan_rl.errors import TaskError
-from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, Delta
+from titan_rl.gateway.calls import ApiError, Chat, Choice, CompletionCall, Delta, TokenLogprob
 from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece, ToolCall, sampled_arrays
 
 HALF = "\ufffd"
@@ -42,7 +42,7 @@ _CALL = r"<[^<>\s]{0,80}(?:tool|call|func|invoke|arg|think|\||｜)[^<>\s]{0,80}>
 _MARK = re.compile(f"(?P<think>{_THINK})|{_CALL}", re.IGNORECASE)
 _MARK_BEGINS = re.compile(rf"(?:<[^<>\s]{{0,{LONGEST_MARK}}}|\[/?[A-Za-z_]{{0,{LONGEST_MARK}}})\Z")
 
-THOUGHT_END, CALL_END = "</think>", "</tool_call>"
+THOUGHT_END = "</think>"
 PARSE_EACH = 256
 """A turn without content so far is parsed again at each piece while it has at most this many tokens. A longer turn is
 parsed when it has grown by a sixteenth, or when a mark was closed, and then at each of the next `PARSE_NEAR` tokens."""
@@ -192,11 +192,13 @@ class StreamedText:
         return None if any(mark["think"] is None for mark in _MARK.finditer(self.sure, 0, begin)) else begin
 
     def _new_calls(self, before: int) -> tuple[ToolCall, ...]:
-        """Calls that were closed, and are certain."""
-        closed = self.sure.find(CALL_END, max(0, before - len(CALL_END))) >= 0
-        if not (closed and self._may_call and self._thought_end):
+        """Calls that were closed, and are certain. Each format has marks of its own, and any may close one."""
+        if not (self._may_call and self._thought_end):
             return ()
         assert self._parse is not None
+        marks = _MARK.finditer(self.sure, max(0, before - LONGEST_MARK - 2))
+        if not any(mark.end() > before and mark["think"] is None for mark in marks):
+            return ()
         now, later = (_readable(self._parse([*self.tokens, *end])) for end in ((), self._thought_end))
         sent = len(self._calls)
         if now != later or now[:sent] != self._calls:
@@ -240,7 +242,7 @@ class ChoiceReader:
             thought_end=self._thought_end,
             calls=self._chat is not None and bool(self._chat.tools),
         )
-        self._logprobs = call.logprobs is not None
+        self._wants_logprobs = call.logprobs is not None
         self._pieces: list[Piece] = []
         self._sent = 0  # pieces
         self._called = 0  # calls that were sent
@@ -265,9 +267,10 @@ class ChoiceReader:
         """The last delta, with the complete choice. Raises ApiError: the complete answer does not begin with the text
         that was sent."""
         choice = self.read(completion)
+        news, calls = self._text.rest(choice.message), self._named(choice.message.tool_calls)
         sent = self._pieces[self._sent - 1].end if self._sent else 0
         rest = Piece(request_id="", offset=sent, **sampled_arrays(choice.completion, start=sent))
-        return self._delta(self._text.rest(choice.message), rest, choice)
+        return self._delta(news, rest, replace(choice, message=choice.message._replace(tool_calls=calls)))
 
     def read(self, completion: Completion) -> Choice:
         """Find the end of a completion, and in a chat what was said."""
@@ -306,29 +309,32 @@ class ChoiceReader:
 
     def _delta(self, news: News, new: Piece, choice: Choice | None = None) -> Delta:
         first_call, self._called = self._called, self._called + len(news.calls)
-        calls = [
-            call._replace(id=call.id or f"call-{self._request_id}-{number}")
-            for number, call in enumerate(news.calls, first_call)
-        ]
         tokens: list[int] = new.token_ids.tolist()
-        tops = [] if new.top_logprobs is None else new.top_logprobs.tolist()
+        tops: Iterable[Any] = repeat(()) if new.top_logprobs is None else new.top_logprobs.tolist()
+        sampled = map(self._logprob, count(new.offset), tokens, new.logprobs.tolist(), tops)
         return Delta(
             index=self._index,
             first=not self._sent,
             prompt=self._prompt,
             reasoning=news.reasoning,
             text=news.text,
-            calls=calls,
+            calls=self._named(news.calls, first_call),
             first_call=first_call,
             tokens=tokens,
-            token_bytes=[*map(self._bytes, tokens, count(new.offset))] if self._logprobs else [],
-            # not `max`, which may return NaN
-            logprobs=[each if each > LOWEST_LOGPROB else LOWEST_LOGPROB for each in new.logprobs.tolist()],
-            top_logprobs=[
-                [(self._bytes(token, place), logprob) for token, logprob in top if logprob > LOWEST_LOGPROB]
-                for place, top in enumerate(tops, new.offset)
-            ],
+            logprobs=[*sampled] if self._wants_logprobs else [],
             choice=choice,
+        )
+
+    def _named(self, calls: Sequence[ToolCall], first: int = 0) -> tuple[ToolCall, ...]:
+        """Calls of the turn from the `first` on, with ids to which their answers can refer."""
+        ids = (f"call-{self._request_id}-{number}" for number in count(first))
+        return tuple(call._replace(id=call.id or own) for call, own in zip(calls, ids, strict=False))
+
+    def _logprob(self, place: int, token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprob:
+        likeliest = [(self._bytes(each, place), value) for each, value in top if value > LOWEST_LOGPROB]
+        # not `max`, which may return NaN
+        return TokenLogprob(
+            self._bytes(token, place), logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB, likeliest
         )
 
     def _bytes(self, token: int, place: int) -> bytes:

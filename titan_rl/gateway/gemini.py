@@ -22,10 +22,9 @@ from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
-from titan_rl.gateway.bodies import MOST_TOOLS, Hint, Many, Strict, Turns
+from titan_rl.gateway.bodies import MOST_TOOLS, STREAMS, Hint, JsonRoute, Many, Strict, Turns
 from titan_rl.gateway.callers import CALLER
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
-from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message, ToolSpec
 
@@ -51,10 +50,9 @@ class Camel(Strict):
     )
 
 
-class FunctionCall(Camel):
+class FunctionCall(bodies.Call, Camel):
     id: str = ""
-    name: bodies.ToolName
-    args: dict[str, Any] = {}
+    arguments: Annotated[dict[str, Any], Field(alias="args")] = {}
 
 
 class FunctionResponse(Camel):
@@ -85,8 +83,8 @@ class Part(Camel):
 
     def message(self, role: str) -> Message:
         """Of a functionResponse: with the function's name."""
-        if (call := self.function_call) is not None:
-            return Message("assistant", "", (types.ToolCall(call.name, call.args, id=call.id),))
+        if self.function_call is not None:
+            return self.function_call.message()
         if (answer := self.function_response) is not None:
             return Message("tool", answer.text(), tool_call_id=answer.id, name=answer.name)
         return Message("assistant", "", reasoning=self.text or "") if self.thought else Message(role, self.text or "")

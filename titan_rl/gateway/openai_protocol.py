@@ -4,7 +4,6 @@ Fields that are here and can only have one meaning (`best_of`, `suffix`, …) ta
 is its `call`, in terms of the policy.
 """
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
@@ -12,9 +11,9 @@ from pydantic import AfterValidator, Field, model_validator
 from titan_rl import types
 from titan_rl.chat.renderer import AnswerForm
 from titan_rl.gateway import bodies
-from titan_rl.gateway.bodies import MOST_TOOLS, Many, ReturnedPart, Strict, Turns, text_of
+from titan_rl.gateway.bodies import MOST_TOOLS, Part, ReturnedPart, Strict, Text, TextPart, Turns
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall
-from titan_rl.types import Message, ToolSpec
+from titan_rl.types import ToolSpec
 
 COMPLETION_TOKENS = 16
 """Default of text completions, as OpenAI has it."""
@@ -85,18 +84,16 @@ class Unwrapped(Strict):
         return value
 
 
-class Function(Unwrapped):
+class NamedFunction(Unwrapped):
     type: Literal["function"]
     name: bodies.ToolName
+
+
+class Function(NamedFunction):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     """True: what the policy calls follows the schemas. Calls that are forced do so in any case."""
-
-
-class NamedFunction(Unwrapped):
-    type: Literal["function"]
-    name: str
 
 
 class AllowedTools(Unwrapped):
@@ -151,60 +148,40 @@ class ChatOptions(Strict):
         return bodies.answer_form(form, "tool_choice", names, strict=any(tool.strict for tool in self.tools or ()))
 
 
-class ToolCall(Unwrapped, ReturnedPart):
-    id: str
-    type: Literal["function"]
-    name: bodies.ToolName
+class ToolCall(NamedFunction, bodies.Call):
     arguments: bodies.Arguments
 
-    def call(self) -> types.ToolCall:
-        return types.ToolCall(self.name, json.loads(self.arguments), id=self.id)
+
+def _calls(calls: list[ToolCall]) -> tuple[types.ToolCall, ...]:
+    return tuple(each.call() for each in calls)
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-Content = str | Many[TextPart]
-
-
-class ClientMessage(Strict):
-    role: Literal["system", "developer", "user"]
-    """"developer" is what newer clients call "system"."""
-    content: Content
+class ClientMessage(Part):
+    role: Annotated[Literal["system", "developer", "user"], AfterValidator(bodies.read_role)]
+    content: Text[TextPart]
     name: str | None = None
-
-    def message(self) -> Message:
-        return Message("user" if self.role == "user" else "system", text_of(self.content), name=self.name or "")
 
 
 class AssistantMessage(ReturnedPart):
     """What a chat completion gave, as the client kept it."""
 
     role: Literal["assistant"]
-    content: Content | None = None
+    content: Text[TextPart] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
-    reasoning_content: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-
-    def message(self) -> Message:
-        calls = tuple(call.call() for call in self.tool_calls or ())
-        reasoning = self.reasoning_content or ""
-        return Message("assistant", text_of(self.content), calls, reasoning=reasoning, name=self.name or "")
+    reasoning: str | None = Field(None, alias="reasoning_content")
+    tool_calls: (
+        Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(_calls)] | None
+    ) = None
 
 
-class ToolMessage(Strict):
+class ToolMessage(Part):
     role: Literal["tool"]
-    content: Content
+    content: Text[TextPart]
     tool_call_id: str
     name: str | None = None
-
-    def message(self) -> Message:
-        return Message("tool", text_of(self.content), tool_call_id=self.tool_call_id, name=self.name or "")
 
 
 ChatMessage = Annotated[ClientMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]

@@ -18,8 +18,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from titan_rl.gateway.answers import Answer, Json, JsonResponse, respond
+from titan_rl.gateway.bodies import STREAMS, JsonRoute
 from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy
-from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
 
@@ -119,14 +119,14 @@ class TextAnswer(OpenAIAnswer):
         return self._choice_json(delta, content, None if self.body.logprobs is None else self._logprobs(delta))
 
     def _logprobs(self, delta: Delta) -> Json:
-        texts = [*map(token_text, delta.token_bytes)]
-        told: Json = {"tokens": texts, "token_logprobs": delta.logprobs, "top_logprobs": None}
-        if delta.top_logprobs:
-            sampled = zip(texts, delta.logprobs, delta.top_logprobs, strict=True)
-            told["top_logprobs"] = [
-                {**{token_text(each): value for each, value in top}, text: logprob} for text, logprob, top in sampled
-            ]
-        return {**told, "text_offset": [*map(self._places[delta.index].add, delta.token_bytes)]}
+        texts = [token_text(each.token) for each in delta.logprobs]
+        tops = [
+            {**{token_text(token): value for token, value in each.top}, text: each.logprob}
+            for text, each in zip(texts, delta.logprobs, strict=True)
+        ]
+        told = {"tokens": texts, "token_logprobs": [each.logprob for each in delta.logprobs]}
+        places = [self._places[delta.index].add(each.token) for each in delta.logprobs]
+        return {**told, "top_logprobs": tops if self.body.logprobs else None, "text_offset": places}
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -148,7 +148,7 @@ class ChatAnswer(OpenAIAnswer):
             call["index"] = place
         if delta.choice is None:
             return [self._chunk(delta, content)]
-        last = self._chunk(replace(delta, tokens=[], token_bytes=[], logprobs=[], top_logprobs=[]), {})
+        last = self._chunk(replace(delta, tokens=[], logprobs=[]), {})
         return [self._chunk(replace(delta, choice=None), content), last] if content or delta.tokens else [last]
 
     def _chunk(self, delta: Delta, content: Json) -> Json:
@@ -165,9 +165,9 @@ class ChatAnswer(OpenAIAnswer):
     def _logprobs(self, delta: Delta) -> Json | None:
         if not self.body.logprobs:
             return None
-        sampled = map(_logprob, delta.token_bytes, delta.logprobs)
-        told = zip(sampled, delta.top_logprobs or [[]] * len(delta.tokens), strict=True)
-        return {"content": [{**each, "top_logprobs": [_logprob(*one) for one in top]} for each, top in told]}
+        tops = [[_logprob(*one) for one in each.top] for each in delta.logprobs]
+        sampled = zip(delta.logprobs, tops, strict=True)
+        return {"content": [{**_logprob(*each[:2]), "top_logprobs": top} for each, top in sampled]}
 
 
 def _logprob(token: bytes, logprob: float) -> Json:

@@ -16,16 +16,14 @@ from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from fastapi import APIRouter, Request
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.responses import Response
 
-from titan_rl import types
 from titan_rl.gateway import bodies, openai_protocol
 from titan_rl.gateway.answers import Json, PartedAnswer, respond, to_json
-from titan_rl.gateway.bodies import Hint, Many, ReturnedPart, Strict, text_of
+from titan_rl.gateway.bodies import STREAMS, Hint, JsonRoute, Many, ReturnedPart, Strict, Text
 from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import ApiError, Chat, CompletionCall, Delta
-from titan_rl.gateway.json_route import STREAMS, JsonRoute
 from titan_rl.gateway.sampling import Sampler
 from titan_rl.types import Message
 
@@ -35,43 +33,32 @@ STORED_BYTES = 256 << 20
 
 class TextPart(ReturnedPart):
     type: Literal["input_text", "output_text", "reasoning_text"]
-    text: str
+    content: Annotated[str, Field(alias="text")]
 
 
 class MessageItem(ReturnedPart):
     type: Literal["message"] = "message"
-    role: Literal["user", "system", "developer", "assistant"]
-    content: str | Many[TextPart]
-
-    def message(self) -> Message:
-        return Message("system" if self.role == "developer" else self.role, text_of(self.content))
+    role: Annotated[Literal["user", "system", "developer", "assistant"], AfterValidator(bodies.read_role)]
+    content: Text[TextPart]
 
 
 class ReasoningItem(ReturnedPart):
     type: Literal["reasoning"]
-    content: Many[TextPart] | None = None
-
-    def message(self) -> Message:
-        return Message("assistant", "", reasoning=text_of(self.content))
+    speaker = "assistant"
+    reasoning: Text[TextPart] | None = Field(None, alias="content")
 
 
-class CallItem(ReturnedPart):
+class CallItem(bodies.Call):
     type: Literal["function_call"]
-    call_id: str
-    name: bodies.ToolName
+    id: Annotated[str, Field(alias="call_id")]
     arguments: bodies.Arguments
-
-    def message(self) -> Message:
-        return Message("assistant", "", (types.ToolCall(self.name, json.loads(self.arguments), id=self.call_id),))
 
 
 class OutputItem(ReturnedPart):
     type: Literal["function_call_output"]
-    call_id: str
-    output: str | Many[TextPart]
-
-    def message(self) -> Message:
-        return Message("tool", text_of(self.output), tool_call_id=self.call_id)
+    speaker = "tool"
+    tool_call_id: Annotated[str, Field(alias="call_id")]
+    content: Annotated[Text[TextPart], Field(alias="output")]
 
 
 def _typed(item: Any) -> Any:
@@ -183,8 +170,15 @@ def routes(sampler: Sampler) -> APIRouter:
 TOLD = {"instructions", "max_new_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning"}
 TOLD |= {"store", "temperature", "text", "tool_choice", "tools", "top_p", "role"}
 """Fields of a body that its response repeats."""
-ITEMS = {"thinking": ("reasoning", "rs", "reasoning_text"), "text": ("message", "msg", "output_text")}
-"""Kind of a part → of its item, how that one's id begins, and what its content is."""
+ITEMS: dict[str, tuple[str, Json, Json]] = {
+    "thinking": ("rs", {"type": "reasoning", "summary": []}, {"type": "reasoning_text"}),
+    "text": (
+        "msg",
+        {"type": "message", "role": "assistant"},
+        {"type": "output_text", "annotations": [], "logprobs": []},
+    ),
+}
+"""Kind of a part → how the id of its item begins, what that has, and what its content has."""
 
 
 class ResponseAnswer(PartedAnswer):
@@ -203,8 +197,8 @@ class ResponseAnswer(PartedAnswer):
         self._events = 0
         self._output: list[Json] = []
         """The items that were begun, each as its last event has it."""
-        self._text, self._item_id = "", ""  # of the last one, while it grows
-        self._calls: list[types.ToolCall] = []
+        self._content: Json = {}
+        """Of the last one, while it grows."""
 
     def whole(self, deltas: Sequence[Delta]) -> Json:
         *_, last = self.events(deltas[0])
@@ -218,18 +212,23 @@ class ResponseAnswer(PartedAnswer):
         for step, what in self.steps(delta):
             match step:
                 case "begin":
-                    self._text, self._item_id = "", self._new_id(ITEMS[what][1])
-                    yield self._item_event("added", {**self._item("in_progress"), "content": []})
-                    yield self._part_event("content_part.added", part=self._part())
+                    prefix, item, content = ITEMS[what]
+                    self._content = {**content, "text": ""}
+                    yield self._begin(prefix, **item, content=[])
+                    yield self._grow("content_part.added", content_index=0, part=self._content)
                 case "write":
-                    self._text += what
+                    self._content = {**self._content, "text": self._content["text"] + what}
                     yield self._text_event("delta", delta=what)
                 case "end":
-                    yield self._text_event("done", text=self._text)
-                    yield self._part_event("content_part.done", part=self._part())
-                    yield self._item_event("done", self._item(status))
+                    yield self._text_event("done", text=self._content["text"])
+                    yield self._grow("content_part.done", content_index=0, part=self._content)
+                    yield self._end(status, content=[self._content])
                 case "call":
-                    yield from self._call_events(what)
+                    arguments = json.dumps(what.arguments)
+                    yield self._begin("fc", type="function_call", call_id=what.id, name=what.name, arguments="")
+                    yield self._grow("function_call_arguments.delta", delta=arguments)
+                    yield self._grow("function_call_arguments.done", name=what.name, arguments=arguments)
+                    yield self._end("completed", arguments=arguments)
         if delta.choice is None:
             return
         prompt, sampled = self.call.usage["prompt_tokens"], self.call.usage["completion_tokens"]
@@ -239,48 +238,29 @@ class ResponseAnswer(PartedAnswer):
         if not delta.choice.stopped:
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         if self._keep is not None:
-            self._keep([*self._messages, delta.choice.message._replace(tool_calls=tuple(self._calls))], response)
+            self._keep([*self._messages, delta.choice.message], response)
         yield self._event(status, response=response)
 
     def error_event(self, error: ApiError) -> Json:
         told = self._event("error", code=error.code, message=error.message, param=error.param)
         return {**told, "type": "error"}
 
-    def _call_events(self, call: types.ToolCall) -> Iterator[Json]:
-        arguments, item_id = json.dumps(call.arguments), self._new_id("fc")
-        self._calls.append(call)
-        item = {"id": item_id, "type": "function_call", "call_id": call.id, "name": call.name}
-        place = {"output_index": len(self._output), "item_id": item_id}
-        yield self._item_event("added", {**item, "arguments": "", "status": "in_progress"})
-        yield self._event("function_call_arguments.delta", **place, delta=arguments)
-        yield self._event("function_call_arguments.done", **place, name=call.name, arguments=arguments)
-        yield self._item_event("done", {**item, "arguments": arguments, "status": "completed"})
-
     def _event(self, kind: str, **fields: Any) -> Json:
         self._events += 1
         return {"type": f"response.{kind}", "sequence_number": self._events - 1, **fields}
 
-    def _item_event(self, kind: str, item: Json) -> Json:
-        if kind == "added":
-            self._output.append(item)
-        self._output[-1] = item
-        return self._event(f"output_item.{kind}", output_index=len(self._output) - 1, item=item)
+    def _begin(self, prefix: str, **item: Any) -> Json:
+        item_id = f"{self.call.id.replace('resp', prefix)}_{len(self._output)}"
+        self._output.append({"id": item_id, **item, "status": "in_progress"})
+        return self._event("output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
 
-    def _part_event(self, kind: str, **fields: Any) -> Json:
-        place = {"item_id": self._item_id, "output_index": len(self._output) - 1, "content_index": 0}
-        return self._event(kind, **place, **fields)
+    def _grow(self, kind: str, **fields: Any) -> Json:
+        return self._event(kind, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields)
 
     def _text_event(self, kind: str, **fields: Any) -> Json:
-        more: Json = {"logprobs": []} if self.open == "text" else {}
-        return self._part_event(f"{ITEMS[self.open][2]}.{kind}", **fields, **more)
+        fields |= {"logprobs": []} if "logprobs" in self._content else {}
+        return self._grow(f"{self._content['type']}.{kind}", content_index=0, **fields)
 
-    def _new_id(self, prefix: str) -> str:
-        return f"{self.call.id.replace('resp', prefix)}_{len(self._output)}"
-
-    def _part(self) -> Json:
-        more: Json = {"annotations": [], "logprobs": []} if self.open == "text" else {}
-        return {"type": ITEMS[self.open][2], "text": self._text, **more}
-
-    def _item(self, status: str) -> Json:
-        more: Json = {"role": "assistant", "status": status} if self.open == "text" else {"summary": []}
-        return {"id": self._item_id, "type": ITEMS[self.open][0], **more, "content": [self._part()]}
+    def _end(self, status: str, **fields: Any) -> Json:
+        self._output[-1] = {**self._output[-1], **fields, "status": status}
+        return self._event("output_item.done", output_index=len(self._output) - 1, item=self._output[-1])

@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -121,43 +121,42 @@ class SampleStream:
     ) -> None:
         """`stream`: pieces come too. The result of `ended` fails the iteration."""
         self._waiting: dict[int, Piece | Completion] = {}
-        self._failure: BaseException | None = None
         self._changed = asyncio.Event()
-        self._ended = ended
-        ended.add_done_callback(self._caller_ended)
-        self._open: dict[int, asyncio.Task[None]] = {}
-        for index, request in enumerate(requests):
-            self._open[index] = asyncio.ensure_future(self._sample(fleet, index, request, stream=stream))
-            self._open[index].add_done_callback(functools.partial(self._request_over, index))
+        samples = (self._sample(fleet, index, request, stream=stream) for index, request in enumerate(requests))
+        self._tasks = [*map(asyncio.ensure_future, samples)]
+        self._all, self._ended = asyncio.gather(*self._tasks), ended
+        for end in (self._all, ended):
+            end.add_done_callback(self._wake)
 
     def __aiter__(self) -> SampleStream:
         return self
 
     async def __anext__(self) -> tuple[int, Piece | Completion]:
         """Raises TitanError: as `Fleet.stream`, and for a completion that somebody else aborted."""
-        while not self._waiting:
-            if self._failure is not None:
-                raise self._failure
-            if not self._open:
+        while not self._ended.done():
+            if self._waiting:
+                index = next(iter(self._waiting))
+                return index, self._waiting.pop(index)
+            if self._all.done():
+                self._all.result()
                 raise StopAsyncIteration
             self._changed.clear()
             await self._changed.wait()
-        index = next(iter(self._waiting))
-        return index, self._waiting.pop(index)
+        raise self._ended.result()
 
     async def end(self, index: int) -> None:
         """Nothing more is wanted of this request."""
         self._waiting.pop(index, None)
-        if index in self._open:
-            await _cancel([self._open[index]])
+        await _cancel([self._tasks[index]])
 
     async def aclose(self) -> None:
-        self._ended.remove_done_callback(self._caller_ended)
-        await _cancel(list(self._open.values()))
+        self._ended.remove_done_callback(self._wake)
+        await _cancel(self._tasks)
 
     async def _sample(self, fleet: Fleet, index: int, request: GenerationRequest, *, stream: bool) -> None:
         add = functools.partial(self._add, index)
-        add(await (fleet.stream(request, add) if stream else fleet.generate(request)))
+        with suppress(asyncio.CancelledError):  # nothing more is wanted of it: the others go on
+            add(await (fleet.stream(request, add) if stream else fleet.generate(request)))
 
     def _add(self, index: int, what: Piece | Completion) -> None:
         if isinstance(what, Completion) and what.finish_reason is FinishReason.ABORT:
@@ -169,22 +168,14 @@ class SampleStream:
         self._waiting[index] = what
         self._changed.set()
 
-    def _request_over(self, index: int, task: asyncio.Task[None]) -> None:
-        del self._open[index]
-        if not task.cancelled():
-            self._failure = self._failure or task.exception()
-        self._changed.set()
-
-    def _caller_ended(self, ended: asyncio.Future[TitanError]) -> None:
-        self._waiting.clear()
-        self._failure = ended.result()
+    def _wake(self, end: asyncio.Future[Any]) -> None:
+        end.cancelled() or end.exception()  # heard, should nobody iterate any more
         self._changed.set()
 
 
-async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _cancel(tasks: Sequence[asyncio.Future[None]]) -> None:
+    running = [task for task in tasks if task.cancel()]
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 class RenderJobs:

@@ -13,7 +13,8 @@
   the trainer computes logprobs at the run's temperature. The program may decide where a turn ends.
 
 Two messages are equal if their role, text and tool calls (name and arguments) are equal: clients drop or invent other
-fields, such as ids and reasoning. Pure: no clock, no tasks, no server.
+fields, such as ids and reasoning. Where an echo kept these, they say which of several equal turns it is. Pure: no
+clock, no tasks, no server.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ class Trajectory:
         self._ends: list[tuple[Message, ...]] = []  # conversations that no later one extends
         self._undigested: list[tuple[Prompt, Turn]] = []  # most conversations have one turn: digested for the next one
         self._prompts: set[bytes] = set()  # digests of the messages of answered calls
-        self._prior: dict[tuple[bytes, bytes], Turn] = {}  # by digest of the tools, and of the messages with the answer
+        # by digest of the tools, and of the messages with the answer: the last one, and each as its client may know it
+        self._prior: dict[tuple[bytes | str, ...], Turn] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("request", "turns", "messages", "side_conversations", "refused", "failure", "misread", "requested")
@@ -165,7 +167,8 @@ class Trajectory:
         digests = _digests(messages)
         answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
         known = answers[-1] + 1 if answers else 0
-        prior = self._prior.get((_digest_of_tools(tools), digests[known]))
+        said = (_digest_of_tools(tools), digests[known])
+        prior = self._prior.get((*said, *map(_known_as, messages[known - 1 : known])), self._prior.get(said))
         token_ids: np.ndarray | None = None
         if prior is not None:
             before, sampled = prior.prompt_token_ids, prior.completion.token_ids
@@ -304,7 +307,8 @@ class Trajectory:
             prompt, turn = self._undigested.pop(0)
             digest = prompt.digest or _digests(prompt.messages)[-1]
             self._prompts.add(digest)
-            self._prior[_digest_of_tools(prompt.tools or ()), _digest(digest, _meaning(turn.message))] = turn
+            said = (_digest_of_tools(prompt.tools or ()), _digest(digest, _meaning(turn.message)))
+            self._prior[said] = self._prior[*said, _known_as(turn.message)] = turn
 
     def _share(self, choices: int) -> int:
         """Most tokens that each of `choices` choices may sample."""
@@ -353,6 +357,11 @@ def _digest_of_tools(tools: Sequence[ToolSpec]) -> bytes:
 
 def _meaning(message: Message) -> list[Any]:
     return [message.role, message.content, [[call.name, call.arguments] for call in message.tool_calls]]
+
+
+def _known_as(message: Message) -> str:
+    """What else an echo may give back of an answer: the ids of its calls, or its reasoning."""
+    return " ".join(call.id for call in message.tool_calls) or message.reasoning
 
 
 def _digest(before: bytes, added: list[Any]) -> bytes:

@@ -1,0 +1,34 @@
+"""Chat formats of the library `renderers`, each over a tokenizer of bytes and the format's own marks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from titan_rl.chat.chat_renderer import ChatRenderer
+from titan_rl.policy.config import TinyPolicyConfig
+from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.types import ToolSpec
+
+FORMATS = (
+    *("qwen3", "qwen3.5", "qwen3.6", "glm-4.5", "glm-5", "kimi-k2", "kimi-k2.5", "llama-3", "minimax-m2"),
+    *("nemotron-3", "deepseek-v3", "hy3", "laguna-xs.2"),
+)
+TOOLS = (
+    ToolSpec("add", "Adds.", {"type": "object", "properties": {"terms": {"type": "array"}}}),
+    ToolSpec("look_up", "", {"type": "object", "properties": {"word": {"type": "string"}}}),
+)
+MISSING = re.compile(r"(?:token |for )'([^']+)'(?: not found|, got)")
+
+
+def format_over_bytes(name: str, new_directory: Callable[[], Path]) -> ChatRenderer:
+    """Its tokenizer has the marks that the format misses, one after the other."""
+    marks: list[str] = []
+    while True:
+        config = TinyPolicyConfig(tokenizer="chat", special_tokens=tuple(marks))
+        try:
+            return ChatRenderer(make_tiny_policy(config, new_directory()), name)
+        except Exception as error:
+            found = [MISSING.search(str(each)) for each in (error, error.__cause__)]
+            marks.append(next(match for match in found if match)[1])
