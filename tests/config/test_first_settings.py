@@ -61,9 +61,28 @@ def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
 def test_groups_may_grow_where_nothing_at_random_is_rewarded_and_nobody_shows_what_is():
     found = Survey(info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, best=0.0)
     assert {each.setting: each.value for each in choose(found)}["rollout.most_samples"] == 64
-    rewarded, shown = replace(found, best=0.1), replace(found, demonstrations=True, lucky=0.0)
+    (grown,) = (each for each in choose(replace(found, best=1.0, different=0.2)) if each.value == 64)
+    assert grown.setting == "rollout.most_samples" and grown.reason.startswith("20% of groups")
+    rewarded, shown = replace(found, best=0.1, different=0.6), replace(found, demonstrations=True, lucky=0.0)
     for chosen in (choose(rewarded), choose(shown), choose(found, positions=64)):
         assert all(each.setting != "rollout.most_samples" for each in chosen)
+
+
+def test_the_share_of_groups_with_different_rewards_is_that_of_answers_at_random(tmp_path):
+    partly = SWAP.replace("transcript.answer == example", "transcript.answer[:1] == example").replace(
+        "answer)", "answer[:1])"
+    )
+    found, _ = chosen_for(partly, tmp_path)
+    assert found.different > 0.5, "a first letter of six is right: 95% of groups of 16 have both"
+
+
+def test_where_the_user_wants_no_warm_up_groups_may_grow():
+    found = Survey(
+        info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, best=1.0, demonstrations=True, lucky=0.0
+    )
+    for warmup, grows in ((None, False), (0, True), (9, False)):
+        chosen = {each.setting for each in choose(found, warmup=warmup)}
+        assert ("rollout.most_samples" in chosen) is grows and ("trainer.optimizer.lr" in chosen) is not grows
 
 
 def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
