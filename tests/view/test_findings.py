@@ -111,7 +111,7 @@ def test_a_reward_that_does_not_rise_is_a_problem_unless_it_is_at_its_top(reward
         ({"train__entropy": [2.0] * 10 + [0.01] * 20}, "--trainer.loss.kwargs.entropy-bonus 0.6; it is 0.2"),
         ({"train__kl_k3": [1e-5] * STEPS}, "--trainer.optimizer.lr 0.003; it is 0.001"),
         ({"train__kl_k3": [5e-3] * STEPS}, "--rollout.samples-per-group 16; it is 8"),
-        ({"groups__equal_rewards": [0.9] * STEPS}, 'See "Groups teach nothing"'),
+        ({"groups__equal_rewards": [0.9] * STEPS}, "--rollout.samples-per-group 16; it is 8"),
     ],
 )
 def test_a_flat_reward_ends_with_the_setting_that_most_likely_keeps_it_flat(numbers, do):

@@ -52,10 +52,9 @@ def _advised(run: Run, found: Finding) -> Finding:
 
 def _of_table(run: Run, name: str, longer: Sequence[str] = ()) -> str:
     """What the table says to do about a metric; `longer`: limits that were too short, too."""
-    metric = metric_of(name)
-    return (
-        f"{sentence(metric.do)} {to_set(run, {**metric.change, **dict.fromkeys(longer, 2)})}".strip() if metric else ""
-    )
+    if (metric := metric_of(name)) is None:
+        return ""
+    return f"{sentence(metric.do)} {to_set(run, {**metric.change, **dict.fromkeys(longer, 2)})}".strip()
 
 
 def compare(runs: Sequence[Run]) -> list[Finding]:
@@ -147,7 +146,7 @@ def _not_finite(run: Run) -> Iterator[Finding]:
     for name, series in run.series.items():
         if missing := [step for step, value in series.items() if value is None]:
             text = f"{name} was NaN or infinite in {len(missing)} steps, first in step {missing[0]}."
-            do = f"Look at gradient norm and importance weights of the step before. {to_set(run, {LR: LOWER})}"
+            do = f"Look at the step before: gradient norm, importance weights, its rollouts. {to_set(run, {LR: LOWER})}"
             yield Finding(Kind.PROBLEM, "A number is not finite", text, do, name)
 
 

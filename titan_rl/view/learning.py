@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import correlation, fmean, pstdev, stdev
+from typing import Any
 
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.metrics.rollout_record import GROUP
@@ -98,17 +99,17 @@ def limit(name: str) -> float:
     return metric.limit
 
 
+def times(value: Any, factor: float) -> Any:
+    """So many times a setting: a whole number where it is one, else two digits."""
+    new = math.ceil(value * factor) if isinstance(value, int) else float(f"{value * factor:.2g}")
+    return value if factor == 1 else new
+
+
 def to_set(run: Run, settings: Mapping[str, float | str]) -> str:
     """What to set: so many times what a setting is, or a text. What is off, or so already, is left out."""
-    said = []
-    for name, wanted in settings.items():
-        value = run.config.get(name)
-        if isinstance(wanted, str):
-            new = wanted if value else value
-        else:
-            new = math.ceil(wanted * value) if isinstance(value, int) else float(f"{wanted * (value or 0):.2g}")
-        if value and new != value:
-            said.append(f"--{name.replace('_', '-')} {new}; it is {value}")
+    there = {name: value for name in settings if (value := run.config.get(name))}
+    new = {name: to if isinstance(to := settings[name], str) else times(value, to) for name, value in there.items()}
+    said = [f"--{name.replace('_', '-')} {new[name]}; it is {there[name]}" for name in new if new[name] != there[name]]
     return f"Set {', and '.join(said)}." if said else ""
 
 
@@ -156,6 +157,7 @@ def _reward(run: Run) -> Iterator[Finding]:
     if (change := change_of(rewards)) is None:
         return
     before, after, sure = change
+    end = change_of(rewards[len(rewards) // 2 :])
     said = f"Mean reward was {before:.3f} in the first third of the steps and {after:.3f} in the last."
     if after >= TOP_SHARE * _largest_reward(run, max(rewards)) > 0:
         return
@@ -164,27 +166,16 @@ def _reward(run: Run) -> Iterator[Finding]:
         yield Finding(Kind.PROBLEM, "Reward is flat", text, _for_a_flat_reward(run), name)
     elif after < before:
         yield Finding(Kind.PROBLEM, "Reward falls", said, to_set(run, {LR: LOWER}), name)
-    elif (
-        run.summary
-        and not _settled(run)
-        and (end := change_of(rewards[len(rewards) // 2 :]))
-        and end[2]
-        and end[1] > end[0]
-    ):
+    elif run.summary and not _settled(run) and end and end[2] and end[1] > end[0]:
         do = f"Set --loop.steps {2 * len(rewards)}; `titan-rl train --resume RUN` takes it, too."
         yield Finding(Kind.WARNING, "It was still learning when the run ended", said, do, name)
 
 
 def _for_a_flat_reward(run: Run) -> str:
-    """What keeps it flat, the likeliest first."""
-    kl, equal = late(run, "train/kl_k3"), late(run, "groups/equal_rewards")
-    if _goes_too_far(run):
-        return to_set(run, {LR: MUCH_LOWER})
-    if _settled(run):
-        return _more_entropy(run)
-    if equal is not None and equal > limit("groups/equal_rewards"):
-        return 'See "Groups teach nothing".'
-    return to_set(run, {LR: 1 / LOWER} if kl is not None and kl < SMALL_KL else {"rollout.samples_per_group": 2})
+    """What another finding says; else further steps where these are small, or more samples for what they say."""
+    others = (each.do for rule in (_learning_rate, _entropy, _no_signal) for each in rule(run))
+    small = (late(run, "train/kl_k3") or math.inf) < SMALL_KL
+    return next(others, to_set(run, {LR: 1 / LOWER} if small else {"rollout.samples_per_group": 2}))
 
 
 def _goes_too_far(run: Run) -> str:
@@ -311,7 +302,7 @@ def _evaluation_differs(run: Run) -> Iterator[Finding]:
     if trained is not None and len(held_out) > 1 and trained - held_out[-1] > APART * abs(_largest_reward(run)):
         text = f"Mean reward is {trained:.2f} in training and {held_out[-1]:.2f} on held-out prompts."
         more = to_set(run, {"loop.prompts": 4}) or "Give the task more different prompts to train on."
-        do = f"{more} Compare `titan-rl try RUN` and `titan-rl try RUN --held-out`: are these of the same kind?"
+        do = f"{more} Compare `titan-rl try RUN` and `titan-rl try RUN --held-out`: are they of one kind (`held_out`)?"
         kind = Kind.PROBLEM if held_out[-1] < trained / 2 else Kind.WARNING
         yield Finding(kind, "Evaluation differs from training", text, do, SCORES[1])
 
