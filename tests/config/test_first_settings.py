@@ -12,6 +12,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.run.first_settings import Survey, choose, survey
+from titan_rl.train import VERB, for_task
 from titan_rl.types import ToolSpec
 
 HEAD = "from titan_rl.environments.base import *\n"
@@ -193,3 +194,11 @@ def test_weights_with_few_positions_get_what_fits_into_them():
     found = Survey(info=info, texts={*"12"}, prompt=2, answer=1)
     chosen = {each.setting: each.value for each in choose(found, positions=64)}
     assert chosen["generator.max_model_len"] == 64 and chosen["rollout.sampling.max_new_tokens"] == 16
+
+
+def test_a_length_that_the_user_gives_takes_the_place_of_the_chosen_one(tmp_path):
+    (tmp_path / "mine.py").write_text(SWAP)
+    words = [str(tmp_path / "mine.py"), "--generator.max-model-len", "16", "--rollout.samples-per-group", "4"]
+    config, _ = for_task(words[0], VERB.read(words), "train")
+    assert config.generator.max_model_len == 16 and config.policy.tiny.max_length == 32
+    assert config.rollout.samples_per_group == 4 and config.rollout.most_samples == 0
