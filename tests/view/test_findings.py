@@ -159,8 +159,10 @@ def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_wait
         Lane("generator0", 1, [], Account("generator0", 1, 0.6, {"slots": 0.4})),
         Lane("router", 1, [], Account("router", 1, 0.1, {"rollouts": 0.9})),
     ]
-    found = said(run_of(lanes=lanes), "trainer is idle more than half of the time")
+    title, config = "trainer is idle more than half of the time", {"rollout.workers": 1}
+    found = said(run_of(lanes=lanes), title)
     assert "65%" in found.text and "the rollout workers" in found.text and "rollout.workers" in found.do
+    assert said(run_of(lanes=lanes, config=config), title).do.endswith("Set --rollout.workers 2; it is 1.")
     assert len(findings(run_of(lanes=lanes))) == 1
 
 

@@ -6,7 +6,6 @@ is there, and that every entry without a `when` is in every run.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,7 @@ class Metric:
     bad: str = ""
     """What a bad value looks like, "{limit}" being the limit; empty: none is bad by itself."""
     do: str = ""
-    change: Mapping[str, float | str] = field(default_factory=dict)
+    change: dict[str, float | str] = field(default_factory=dict)
     """Settings: by what to multiply them, or what to set them to. A finding says what that is in its run."""
     when: str = ""
     """Which runs have it; empty: every run that finishes a step."""

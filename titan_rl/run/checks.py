@@ -194,9 +194,8 @@ def _generator(config: RunConfig, host: HostFacts, *, serving: bool = False) -> 
 
 
 def _strategy(config: RunConfig) -> None:
-    _check_arguments(
-        "router.strategy_kwargs", _named(config, "router.strategy", STRATEGIES), config.router.strategy_kwargs
-    )
+    strategy = _named(config, "router.strategy", STRATEGIES)
+    _check_arguments("router.strategy_kwargs", strategy, config.router.strategy_kwargs)
     with user_code("router.strategy_kwargs"):
         build_strategy(config.router)
 

@@ -107,7 +107,8 @@ def _idle(run: Run) -> Iterator[Finding]:
             f"{'It' if one else 'They'} waited {' to '.join(shares)} of the time of the steps, longest for "
             f"{MEANINGS.get(cause, cause)}."
         )
-        do = sentence(HINTS[meshes].get(cause, ""))
+        hint = HINTS[meshes].get(cause, {"do": "", "change": {}})
+        do = f"{sentence(hint['do'])} {to_set(run, hint['change'])}".strip()
         kind = Kind.NOTE if synchronous else Kind.WARNING
         yield Finding(kind, f"{who} idle more than half of the time", text, do, "timeline")
 
@@ -154,8 +155,7 @@ def _unfinished(run: Run) -> Iterator[Finding]:
     wanted = run.config.get("loop.steps", 0)
     if not run.summary and run.steps < wanted:
         text = f"It has {run.steps} of {wanted} steps: it was stopped, it failed, or it is still going on."
-        do = "`titan-rl train --resume RUN` goes on."
-        yield Finding(Kind.NOTE, "The run is not done", text, do)
+        yield Finding(Kind.NOTE, "The run is not done", text, "`titan-rl train --resume RUN` goes on.")
 
 
 RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (

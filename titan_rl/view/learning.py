@@ -12,8 +12,10 @@ from enum import StrEnum
 from statistics import correlation, fmean, pstdev, stdev
 from typing import Any
 
+from titan_rl.isolation.wire import LONGEST_SHOWN
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.metrics.rollout_record import GROUP
+from titan_rl.one_line import one_line
 from titan_rl.types import Purpose
 from titan_rl.view.read import ListedRollout, Run
 
@@ -273,8 +275,11 @@ def _entropy(run: Run) -> Iterator[Finding]:
 def _what_pays(run: Run) -> str:
     """The best of what is not right."""
     wrong = [each for each in run.rollouts if not each.error and each.wanted and each.exact_match < 1]
-    best = max(wrong, key=lambda each: each.reward, default=None)
-    return f" {best.answer!r} got {best.reward:.2f} where {best.wanted!r} was wanted." if best else ""
+    if not wrong:
+        return ""
+    best = max(wrong, key=lambda each: each.reward)
+    answer, wanted = one_line(best.answer, LONGEST_SHOWN), one_line(best.wanted, LONGEST_SHOWN)
+    return f" '{answer}' got {best.reward:.2f} where '{wanted}' was wanted."
 
 
 def _pays_for_something_else(run: Run) -> Iterator[Finding]:
