@@ -12,11 +12,11 @@ from enum import StrEnum
 from statistics import correlation, fmean, pstdev, stdev
 from typing import Any
 
-from titan_rl.isolation.wire import LONGEST_SHOWN
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.metrics.rollout_record import GROUP
 from titan_rl.one_line import one_line
 from titan_rl.types import Purpose
+from titan_rl.view.conversation import LONGEST_TEXT
 from titan_rl.view.read import ListedRollout, Run
 
 FEWEST_STEPS = 9
@@ -278,7 +278,7 @@ def _what_pays(run: Run) -> str:
     if not wrong:
         return ""
     best = max(wrong, key=lambda each: each.reward)
-    answer, wanted = one_line(best.answer, LONGEST_SHOWN), one_line(best.wanted, LONGEST_SHOWN)
+    answer, wanted = one_line(best.answer, LONGEST_TEXT), one_line(best.wanted, LONGEST_TEXT)
     return f" '{answer}' got {best.reward:.2f} where '{wanted}' was wanted."
 
 
