@@ -144,17 +144,18 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     shape = shape_of(before[0]) if tiny is None else None
     positions = 0 if tiny is not None else shape.max_length if shape is not None else sys.maxsize
     settings = choose(found, by_bytes=by_bytes, positions=positions, warmup=warmup)
-    if "trainer.optimizer.lr" in given:  # which then is what the user says
-        given = given | {"trainer.optimizer.kl_band"}
-    if "rollout.samples_per_group" in given:
-        given = given | {"rollout.most_samples"}
+    as_said = {"trainer.optimizer.lr": "trainer.optimizer.kl_band", "rollout.samples_per_group": "rollout.most_samples"}
+    fixed = {changes for name, changes in as_said.items() if name in given}  # nothing changes what the user says
+    settings = [each for each in settings if each.setting not in fixed]
     chosen = [each for each in settings if each.setting not in given]
     width = max((len(each.setting) for each in chosen), default=0)
     print(f"{prog}: settings for {task}, each of which can be given")
     for setting, value, reason in chosen:
         print(f"  --{setting.replace('_', '-').ljust(width)}  {value!r:12}  {reason}")
     begun = replace(load_recipe("task"), policy=before[0].policy)
-    config = variant(begun, {each.setting: each.value for each in chosen})
+    config = variant(
+        begun, {each.setting: each.value for each in settings}
+    )  # they fit together; the user's come on top
     stem = Path(task.partition(":")[0]).stem
     named_run = replace(config, logging=replace(config.logging, name=stem))
     return apply_command(named_run, command)

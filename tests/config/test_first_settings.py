@@ -12,6 +12,7 @@ from titan_rl.errors import ConfigError
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.run.first_settings import Survey, choose, survey
+from titan_rl.train import VERB, for_task
 from titan_rl.types import ToolSpec
 
 HEAD = "from titan_rl.environments.base import *\n"
@@ -61,9 +62,28 @@ def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
 def test_groups_may_grow_where_nothing_at_random_is_rewarded_and_nobody_shows_what_is():
     found = Survey(info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, best=0.0)
     assert {each.setting: each.value for each in choose(found)}["rollout.most_samples"] == 64
-    rewarded, shown = replace(found, best=0.1), replace(found, demonstrations=True, lucky=0.0)
+    (grown,) = (each for each in choose(replace(found, best=1.0, different=0.2)) if each.value == 64)
+    assert grown.setting == "rollout.most_samples" and grown.reason.startswith("20% of groups")
+    rewarded, shown = replace(found, best=0.1, different=0.6), replace(found, demonstrations=True, lucky=0.0)
     for chosen in (choose(rewarded), choose(shown), choose(found, positions=64)):
         assert all(each.setting != "rollout.most_samples" for each in chosen)
+
+
+def test_the_share_of_groups_with_different_rewards_is_that_of_answers_at_random(tmp_path):
+    partly = SWAP.replace("transcript.answer == example", "transcript.answer[:1] == example").replace(
+        "answer)", "answer[:1])"
+    )
+    found, _ = chosen_for(partly, tmp_path)
+    assert found.different > 0.5, "a first letter of six is right: 95% of groups of 16 have both"
+
+
+def test_where_the_user_wants_no_warm_up_groups_may_grow():
+    found = Survey(
+        info=TaskInfo(size=9, held_out=9, multi_turn=False), texts={"a"}, best=1.0, demonstrations=True, lucky=0.0
+    )
+    for warmup, grows in ((None, False), (0, True), (9, False)):
+        chosen = {each.setting for each in choose(found, warmup=warmup)}
+        assert ("rollout.most_samples" in chosen) is grows and ("trainer.optimizer.lr" in chosen) is not grows
 
 
 def test_turns_replies_and_a_warm_up_come_from_demonstrations(tmp_path):
@@ -174,3 +194,11 @@ def test_weights_with_few_positions_get_what_fits_into_them():
     found = Survey(info=info, texts={*"12"}, prompt=2, answer=1)
     chosen = {each.setting: each.value for each in choose(found, positions=64)}
     assert chosen["generator.max_model_len"] == 64 and chosen["rollout.sampling.max_new_tokens"] == 16
+
+
+def test_a_length_that_the_user_gives_takes_the_place_of_the_chosen_one(tmp_path):
+    (tmp_path / "mine.py").write_text(SWAP)
+    words = [str(tmp_path / "mine.py"), "--generator.max-model-len", "16", "--rollout.samples-per-group", "4"]
+    config, _ = for_task(words[0], VERB.read(words), "train")
+    assert config.generator.max_model_len == 16 and config.policy.tiny.max_length == 32
+    assert config.rollout.samples_per_group == 4 and config.rollout.most_samples == 0

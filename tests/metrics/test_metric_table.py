@@ -4,6 +4,7 @@ import re
 from operator import attrgetter
 
 from titan_rl.config import RunConfig
+from titan_rl.config_registry import load_recipe
 from titan_rl.metrics.metric_table import METRICS, metric_of
 
 NAME = re.compile("`([^`]+)`")
@@ -18,7 +19,7 @@ def test_every_key_has_one_entry():
 
 
 def test_advice_names_settings_and_metrics_that_exist():
-    config = RunConfig()
+    config = load_recipe("copy4")
     sections = set(RunConfig.__dataclass_fields__)
     for metric in METRICS:
         for name in NAME.findall(f"{metric.meaning} {metric.bad} {metric.do} {metric.when}"):
@@ -26,6 +27,8 @@ def test_advice_names_settings_and_metrics_that_exist():
                 attrgetter(name)(config)
             elif re.fullmatch(r"[a-z_]+/[a-z0-9_<>/]+", name):
                 assert metric_of(name), f"{metric.name} names {name}"
+        for name in metric.change:
+            attrgetter(name)(config)
 
 
 def test_every_bad_value_comes_with_something_to_do_and_says_its_limit():

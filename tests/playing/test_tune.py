@@ -10,7 +10,6 @@ from titan_rl.config_registry import task
 from titan_rl.playing.tune import (
     BONUS,
     FEWEST_STEPS,
-    LR,
     SAMPLES,
     Candidate,
     better_half,
@@ -19,6 +18,7 @@ from titan_rl.playing.tune import (
     result_table,
     rounds,
 )
+from titan_rl.view.learning import LR
 
 
 def test_the_settings_of_the_task_itself_are_tried_first_and_every_step_stays_as_long():

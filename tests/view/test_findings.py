@@ -64,7 +64,8 @@ def test_a_missed_target_says_whether_the_score_still_rose():
     both = "The policy learned, and missed its target"
     assert "still rose" in said(rising, both).do and titles(rising) == {both}
     flat = run_of(config=config, evaluation__exact_match=[0.0, 0.2, 0.4, 0.4])
-    assert "entropy_bonus" in said(flat, both).do
+    assert "--trainer.loss.kwargs.entropy-bonus 0.3" in said(flat, both).do
+    assert "--loop.steps 60" in said(rising, both).do
     never = run_of(config=config, evaluation__exact_match=[0.0, 0.0])
     assert titles(never) == {"The run missed its target"}
     reached = run_of(config=config, evaluation__exact_match=[0.0, 0.8])
@@ -103,6 +104,44 @@ def test_a_reward_that_does_not_rise_is_a_problem_unless_it_is_at_its_top(reward
     } == found
 
 
+@pytest.mark.parametrize(
+    ("numbers", "do"),
+    [
+        ({"train__kl_k3": [0.3] * STEPS}, "--trainer.optimizer.lr 0.0002; it is 0.001"),
+        ({"train__entropy": [2.0] * 10 + [0.01] * 20}, "--trainer.loss.kwargs.entropy-bonus 0.6; it is 0.2"),
+        ({"train__kl_k3": [1e-5] * STEPS}, "--trainer.optimizer.lr 0.003; it is 0.001"),
+        ({"train__kl_k3": [5e-3] * STEPS}, "--rollout.samples-per-group 16; it is 8"),
+        ({"groups__equal_rewards": [0.9] * STEPS}, "--rollout.samples-per-group 16; it is 8"),
+    ],
+)
+def test_a_flat_reward_ends_with_the_setting_that_most_likely_keeps_it_flat(numbers, do):
+    settings = {"trainer.optimizer.lr": 1e-3, "rollout.samples_per_group": 8, "trainer.loss.kwargs.entropy_bonus": 0.2}
+    run = run_of(config=settings, rollout__reward_mean=FLAT, rollouts=[ROLLOUT], **numbers)
+    assert do in said(run, "Reward is flat").do
+
+
+@pytest.mark.parametrize(
+    ("metric", "config", "do"),
+    [
+        ("rollout__stop_max_turns", {"rollout.max_turns": 4}, "Set --rollout.max-turns 8; it is 4."),
+        (
+            "train__logprob_outside_share",
+            {"trainer.dtype": "float32", "generator.dtype": "bfloat16"},
+            "Set --generator.dtype float32; it is bfloat16.",
+        ),
+        (
+            "rollout__stop_context_full",
+            {"generator.max_model_len": 32, "policy.tiny.max_length": 32},
+            "Set --generator.max-model-len 64; it is 32, and --policy.tiny.max-length 64; it is 32.",
+        ),
+        ("rollout__stop_token_budget", {"rollout.max_sampled_tokens": 0}, "."),  # it is off, so another limit cuts
+    ],
+)
+def test_a_limit_of_the_table_ends_with_what_to_set_in_this_run(metric: str, config: dict[str, Any], do: str):
+    (found,) = findings(run_of(config=config, **{metric: [1.0] * STEPS}))
+    assert found.do.endswith(do) and ("Set --" in found.do) is (do != ".")
+
+
 def test_a_rising_mismatch_is_told_from_rounding():
     growing = [2e-5 * (1 + step) for step in range(STEPS)]
     assert "Mismatch is rising" in titles(run_of(train__logprob_difference_mean=growing))
@@ -120,8 +159,10 @@ def test_a_mesh_that_waits_more_than_half_of_its_time_is_named_with_whom_it_wait
         Lane("generator0", 1, [], Account("generator0", 1, 0.6, {"slots": 0.4})),
         Lane("router", 1, [], Account("router", 1, 0.1, {"rollouts": 0.9})),
     ]
-    found = said(run_of(lanes=lanes), "trainer is idle more than half of the time")
+    title, config = "trainer is idle more than half of the time", {"rollout.workers": 1}
+    found = said(run_of(lanes=lanes), title)
     assert "65%" in found.text and "the rollout workers" in found.text and "rollout.workers" in found.do
+    assert said(run_of(lanes=lanes, config=config), title).do.endswith("Set --rollout.workers 2; it is 1.")
     assert len(findings(run_of(lanes=lanes))) == 1
 
 
@@ -163,7 +204,7 @@ def test_every_metric_beyond_its_limit_is_a_finding_with_the_advice_of_the_table
 
     assert findings(late(metric.limit)) == []
     (found,) = findings(late(beyond * metric.limit or 1.0))
-    assert found.see == metric.name and metric.meaning in found.text and metric.do[1:] in found.do
+    assert found.see == metric.name and metric.meaning in found.text and metric.do[1:].replace("RUN", "run") in found.do
 
 
 def test_entropy_that_is_gone_while_the_reward_is_low_is_a_problem():
@@ -290,12 +331,19 @@ def test_a_reward_that_pays_for_length_is_named():
 
 def test_a_reward_that_rises_while_nothing_held_out_becomes_right_pays_for_something_else():
     run = run_of(rollout__reward_mean=RISING, evaluation__exact_match=[0.0, 0.01], rollouts=[ROLLOUT])
-    assert "held-out exact match not" in said(run, "The reward pays for something else").text
+    found = said(run, "The reward pays for something else")
+    assert "held-out exact match not" in found.text and "`titan-rl watch run`" in found.do
+    wrong = [structs.replace(ROLLOUT, wanted="12", answer="RUN", reward=reward) for reward in (0.9, 0.2)]
+    run = replace(run, rollouts=wrong)
+    assert "'RUN' got 0.90 where '12' was wanted" in said(run, "The reward pays for something else").text
 
 
 def test_held_out_prompts_that_do_worse_are_told():
     run = run_of(rollout__reward_mean=[0.9] * STEPS, evaluation__reward=[0.1, 0.5], rollouts=[ROLLOUT])
-    assert "0.90 in training and 0.50" in said(run, "Evaluation differs from training").text
+    found = said(run, "Evaluation differs from training")
+    assert "0.90 in training and 0.50" in found.text and "`titan-rl try run --held-out`" in found.do
+    few = replace(run, config={"loop.prompts": 50})
+    assert "--loop.prompts 200; it is 50" in said(few, "Evaluation differs from training").do
 
 
 @pytest.mark.parametrize("cut", [0.0, 0.99])
@@ -368,3 +416,14 @@ def test_causes_of_failures_are_counted():
     assert found.counts == ((3, cause), (1, "timeout: did not finish within 1 s"))
     assert f"3 × {cause}; 1 × timeout: did not finish" in str(found)
     assert found.see == "rollout/failed_tool" and found.do.startswith("Correct the tool")
+
+
+def test_a_limit_that_most_failures_name_is_to_be_twice_as_long():
+    late = "respond of train prompt 3: did not finish within 1 s (environment.step_seconds)"
+    run = run_of(
+        config={"rollout.samples_per_group": 2, "loop.groups_per_step": 2, "environment.step_seconds": 1.0},
+        rollout__failed=[2.0] * STEPS,
+        rollout__failed_timeout=[0.5] * STEPS,
+        rollouts=[structs.replace(ROLLOUT, error=late, failure=FailureKind.TIMEOUT)],
+    )
+    assert said(run, "Rollouts fail").do.endswith("Set --environment.step-seconds 2.0; it is 1.0.")

@@ -6,7 +6,7 @@ is there, and that every entry without a `when` is in every run.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ class Metric:
     bad: str = ""
     """What a bad value looks like, "{limit}" being the limit; empty: none is bad by itself."""
     do: str = ""
+    change: dict[str, float | str] = field(default_factory=dict)
+    """Settings: by what to multiply them, or what to set them to. A finding says what that is in its run."""
     when: str = ""
     """Which runs have it; empty: every run that finishes a step."""
     above: float | None = None

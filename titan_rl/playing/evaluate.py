@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 import numpy as np
@@ -124,10 +125,7 @@ class Scores:
         found = {
             "exact match, greedy": {prompt: rollout.exact_match for prompt, rollout in self.greedy.items()},
             "reward, greedy": {prompt: rollout.reward for prompt, rollout in self.greedy.items()},
-            "reward, sampled": {
-                prompt: sum(rollout.reward for rollout in rollouts) / len(rollouts)
-                for prompt, rollouts in self.sampled.items()
-            },
+            "reward, sampled": {prompt: fmean(each.reward for each in those) for prompt, those in self.sampled.items()},
         }
         for k in sorted({*(1 << power for power in range(samples.bit_length())), samples} - {0}):
             found[f"pass@{k}"] = {

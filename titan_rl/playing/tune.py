@@ -6,6 +6,7 @@ left. Each trial is an ordinary run from the first step on, in processes of its 
 it would and a trial that fails costs only itself; they stay in DIRECTORY/tune-NAME, for `titan-rl report`.
 """
 
+import math
 import subprocess
 import sys
 import time
@@ -23,20 +24,16 @@ from titan_rl.overrides import EXIT_USAGE, Command, Verb, flat, to_toml, variant
 from titan_rl.playing.policies import number_of
 from titan_rl.run.run import make_run_directory
 from titan_rl.train import for_task, may_start, problems
+from titan_rl.view.learning import LR, times
 from titan_rl.view.read import read_run
 
-LR, BONUS, SAMPLES = "trainer.optimizer.lr", "trainer.loss.kwargs.entropy_bonus", "rollout.samples_per_group"
-TRIED = (
-    (1, 1, 1),
-    (3, 1, 1),
-    (1 / 3, 1, 1),
-    (1, 1 / 3, 1),
-    (1, 1 / 10, 1),
-    (1, 1, 2),
-    (1, 1, 1 / 2),
-    (1 / 3, 1 / 3, 1),
-)
-"""Factors of learning rate, entropy bonus and samples per group. As many fewer groups make a step as long as before."""
+BONUS, SAMPLES = "trainer.loss.kwargs.entropy_bonus", "rollout.samples_per_group"
+TRIED = {
+    LR: (1, 3, 1 / 3, 1, 1, 1, 1, 1 / 3),
+    BONUS: (1, 1, 1, 1 / 3, 1 / 10, 1, 1, 1 / 3),
+    SAMPLES: (1, 1, 1, 1, 1, 2, 1 / 2, 1),
+}
+"""Factors. As many fewer groups make a step as long as before."""
 MINUTES = 10
 FEWEST_STEPS = 20
 SCORE = "evaluation/reward"
@@ -54,19 +51,15 @@ def candidates(config: RunConfig) -> list[Candidate]:
     lr, loss = config.trainer.optimizer.lr, config.trainer.loss.kwargs
     samples, groups = config.rollout.samples_per_group, config.loop.groups_per_step
     found: list[Candidate] = []
-    for rate, bonus, size in TRIED:
-        settings: dict[str, Any] = {LR: _times(lr, rate), SAMPLES: max(2, round(samples * size))}
+    for rate, bonus, size in zip(*TRIED.values(), strict=True):
+        settings: dict[str, Any] = {LR: times(lr, rate), SAMPLES: max(2, times(samples, size))}
         settings |= {"loop.groups_per_step": max(1, round(groups / size)), "rollout.most_samples": 0}
         settings["trainer.loss.kwargs"] = {
-            name: _times(value, bonus) if name == "entropy_bonus" else value for name, value in loss.items()
+            name: times(float(value), bonus) if name == "entropy_bonus" else value for name, value in loss.items()
         }
         if all(settings != each.settings for each in found):  # a loss may have no entropy bonus
             found.append(Candidate(settings))
     return found
-
-
-def _times(value: float, factor: float) -> float:
-    return value if factor == 1 else float(f"{value * factor:.2g}")
 
 
 def rounds(count: int, steps: int) -> Iterator[tuple[int, int]]:
@@ -97,21 +90,17 @@ def trial(config: RunConfig, candidate: Candidate, steps: int, directory: Path) 
     file = directory / f"trial-{number}.toml"
     file.write_text(to_toml(variant(config, candidate.settings | changes | logging)), encoding="utf-8")
     with file.with_suffix(".log").open("wb") as log:
-        run = [sys.executable, "-m", "titan_rl.train", "--config", str(file)]
-        process = subprocess.Popen(run, stdout=log, stderr=log)
+        process = subprocess.Popen([sys.executable, "-m", "titan_rl.train", "--config", file], stdout=log, stderr=log)
         try:
             failed = process.wait() != 0
         except BaseException:  # Ctrl-C, which the run had, too; or SIGTERM
             process.terminate()
             process.wait()
             raise
-    for found in directory.glob(f"trial-{number}-*"):
-        of_run = read_run(found, brief=True)
-        candidate.scores.append(float("-inf") if failed else of_run.values(SCORE)[-1])
-        seconds = of_run.values("seconds/step")[1:]
-        return sum(seconds) / max(len(seconds), 1)
-    candidate.scores.append(float("-inf"))
-    return 0.0
+    run = read_run(next(directory.glob(f"{file.stem}-*"), file), brief=True)
+    rewards, seconds = run.values(SCORE), run.values("seconds/step")
+    candidate.scores.append(rewards[-1] if rewards and not failed else -math.inf)
+    return sum(seconds[1:]) / max(len(seconds) - 1, 1)
 
 
 def _act(command: Command, prog: str) -> int:
@@ -140,7 +129,7 @@ def _act(command: Command, prog: str) -> int:
             console.print(f"  {length} steps  reward {candidate.scores[-1]:.3f}  {values}")
         entered = better_half(entered)
     best = entered[0]
-    if best.scores[-1] == float("-inf"):
+    if best.scores[-1] == -math.inf:
         raise ConfigError(f"all trials failed: {directory} has what they said")
     console.print(result_table(tried, best))
     kept = directory / "best.toml"

@@ -147,25 +147,20 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
 
 
 def _stored_shape(setting: str, directory: Path, own: str = "") -> Architecture:
-    if (missing := _missing_part(directory)) is not None:
+    parts = {
+        f"there is no directory {directory}": directory.is_dir(),
+        f"{directory} has no config.json": (directory / "config.json").is_file(),
+        f"{directory} has no weights (*.safetensors)": any(directory.glob("*.safetensors")),
+        f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)})": any(
+            (directory / name).is_file() for name in _TOKENIZER_FILES
+        ),
+    }
+    if missing := next((said for said, there in parts.items() if not there), ""):
         raise AbsentError(f"{setting}: {missing}")
     try:
         return read_shape(directory, own)
     except ConfigError as error:
         raise ConfigError(f"{setting}: {error}") from error
-
-
-def _missing_part(directory: Path) -> str | None:
-    """The first missing part of a checkpoint; None if nothing is missing."""
-    if not directory.is_dir():
-        return f"there is no directory {directory}"
-    if not (directory / "config.json").is_file():
-        return f"{directory} has no config.json"
-    if not any(directory.glob("*.safetensors")):
-        return f"{directory} has no weights (*.safetensors)"
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        return f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)})"
-    return None
 
 
 def _generator(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
@@ -214,9 +209,8 @@ def _parity(config: RunConfig, host: HostFacts) -> None:
 
 
 def _strategy(config: RunConfig) -> None:
-    _check_arguments(
-        "router.strategy_kwargs", _named(config, "router.strategy", STRATEGIES), config.router.strategy_kwargs
-    )
+    strategy = _named(config, "router.strategy", STRATEGIES)
+    _check_arguments("router.strategy_kwargs", strategy, config.router.strategy_kwargs)
     with user_code("router.strategy_kwargs"):
         build_strategy(config.router)
 

@@ -4,7 +4,7 @@
 
 - What is looked at is what a run would play: rollouts of the task's own code, in processes of their own.
 - A policy that has not learned anything yet answers nearly at random, so answers at random tell how often a group has
-  different rewards, without a model.
+  different rewards, without a model. Weights that were trained before are not probed: the first steps' curves say it.
 - `choose` is a pure function of the survey.
 """
 
@@ -52,7 +52,8 @@ BONUS = "trainer.loss.kwargs.entropy_bonus"
 LUCK = 0.05
 """Share of answers at random that are right. With fewer, right ones are taught first where they are known: that takes
 seconds, and what remains for rewards is what nobody demonstrates."""
-MOST_SAMPLES = 64
+FEW_DIFFERENT, MOST_SAMPLES = 0.5, 64
+"""Groups of equal rewards teach nothing. A policy that has not learned anything has as many as answers at random."""
 RIGHT = 0.9
 """Of the best reward that was seen: what an answer gets that counts as right."""
 TAUGHT: dict[str, tuple[int | float, str]] = {
@@ -91,18 +92,21 @@ class Survey:
     """Of the policy, in the longest rollout or demonstration that was seen."""
     best: float = -inf
     """Best reward that was seen."""
+    different: float = 0.0
+    """Share of groups of answers at random whose rewards differ."""
     lucky: float = 1.0
     """Share of answers at random that are right."""
     longest_call: int = 0
     """Of the longest argument of a tool in a demonstration."""
 
 
+@dataclass(slots=True)
 class _Speaker:
     """Says the turns that are given for a prompt, or random ones."""
 
-    def __init__(self, symbols: Sequence[str], longest: int):
-        self.symbols, self.longest = symbols, longest
-        self.turns: list[Message] | None = None
+    symbols: Sequence[str]
+    longest: int
+    turns: list[Message] | None = None
 
     async def next_message(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
@@ -146,6 +150,7 @@ async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
             if time.monotonic() < until:
                 played.append(await player.play(_asked(player, index, SAMPLES)))
         _read(found, (each for group in played for each in group))
+        found.different = fmean([len({each.reward for each in group if not each.error}) > 1 for group in played] or [0])
         worst_right = found.best - (1 - RIGHT) * abs(found.best)
         if found.best <= 0 and all(each.error or each.reward == found.best for group in played for each in group):
             found.lucky = 0.0  # nothing was seen to be better than anything else
@@ -273,20 +278,22 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
     said = "a turn" if turns == 1 else f"{turns} turns"
     add("policy.tiny.max_length", length, f"prompts of up to {width * found.prompt} and {said}")
     add("generator.max_model_len", length, "room for prompt and answers")
-    taught = found.demonstrations and not trained and found.lucky < LUCK
+    rare = found.demonstrations and found.lucky < LUCK
+    taught = not trained and (rare if warmup is None else warmup > 0)
     if taught and warmup is None:
         first = f"{found.lucky:.1%} of answers at random are right: right ones are taught first; "
         for name, (value, why) in TAUGHT.items():
             add(f"trainer.warmup.{name}", value, first * (name == "steps") + why)
-    if taught if warmup is None else warmup and not trained:
+    if taught:
         add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps")
         add(BONUS, 0.05, "and searched around, not forgotten")
         add("loop.steps", TAUGHT_LOOP, "what was taught needs fewer steps by reward")
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")
-    elif found.best <= 0 and not (taught or trained):
-        add("rollout.most_samples", MOST_SAMPLES, "no answer at random got a reward: groups grow to find one")
+    elif found.different < FEW_DIFFERENT and not (taught or trained):
+        why = f"{found.different:.0%} of groups of answers at random have different rewards: groups grow while few do"
+        add("rollout.most_samples", MOST_SAMPLES, why)
     add("trainer.optimizer.kl_band", KL_BAND, "nats; a step that went further would be made smaller")
     if trained:
         add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")

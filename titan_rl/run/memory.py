@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 
+import tomli
+
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import TrainerConfig
@@ -32,25 +34,13 @@ CHUNK = 128 << 20
 """Logits that the trainer computes at once, on CUDA."""
 
 _WIDTH = {"float32": 4, "bfloat16": 2}
-_PUBLISHED = {
-    "Qwen3-0.6B": (1024, 28, 16, 3072),
-    "Qwen3-1.7B": (2048, 28, 16, 6144),
-    "Qwen3-4B": (2560, 36, 32, 9728),
-    "Qwen3-8B": (4096, 36, 32, 12288),
-    "Qwen3-14B": (5120, 40, 40, 17408),
-    "Qwen3-32B": (5120, 64, 64, 25600),
-}
-"""Hidden size, layers, heads and feed-forward size of the published dense models."""
+_PUBLISHED = tomli.loads(Path(__file__).with_name("published.toml").read_text(encoding="utf-8"))
 
 
 def published_shape(path: str) -> Architecture | None:
     """That of the published model that the directory is named after; None: it is not."""
-    if (sizes := _PUBLISHED.get(name := PurePath(path).name)) is None:
-        return None
-    dim, layers, heads, ffn = sizes
-    attention = {"heads": heads, "kv_heads": 8, "head_dim": 128, "max_length": 40960}
-    rest = {"rope_theta": 1e6, "norm_eps": 1e-6, "tied": name in ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B")}
-    return Qwen3(vocab=151936, dim=dim, layers=layers, ffn=ffn, **attention, **rest)  # type: ignore[arg-type]
+    sizes = _PUBLISHED.get(PurePath(path).name)
+    return Qwen3(**sizes) if sizes else None
 
 
 def shape_of(config: RunConfig) -> Architecture | None:

@@ -27,35 +27,9 @@ from titan_rl.loop.checkpoint_files import CHECKPOINTS, MANIFEST, Checkpoint, ch
 from titan_rl.metrics.json_lines import TAIL, json_lines, json_object
 from titan_rl.overrides import Command, Verb, flat, to_toml
 
-MAY_CHANGE = (
-    "checkpoint.",
-    "data_plane.",
-    "evaluation.",
-    *(f"generator.{name}" for name in MAY_DIFFER),
-    "generator.keep_prefix_cache",
-    "logging.",
-    "loop.steps",
-    "loop.watchdog_seconds",
-    "placement.",
-    "rollout.agents.",
-    "rollout.failure_share",
-    "rollout.workers",
-    "router.",
-    "weights.",
-)
-"""Settings, and sections, that change nothing of what a deterministic run computes from its next step on; but for
-`loop.steps` where learning rate and entropy bonus fall towards the end of the run, which is another end then."""
-
-CLOSE = (
-    "trainer.data_parallel",
-    "trainer.replicas",
-    "trainer.tensor_parallel",
-    "trainer.sequence_parallel",
-    "trainer.max_tokens_per_microbatch",
-    "trainer.activation_checkpointing",
-    "trainer.compile",
-)
-"""Settings that change the order of additions, and so the last bits."""
+_TABLE = tomli.loads(Path(__file__).with_name("resume.toml").read_text(encoding="utf-8"))
+MAY_CHANGE = (*_TABLE["may_change"], *(f"generator.{name}" for name in MAY_DIFFER))
+CLOSE = tuple(_TABLE["close"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class Training:
                 self._metrics.sync()
                 return loop
             except NothingToTrain:
-                await self.look()
+                await self.look(Kind.PROBLEM, Kind.WARNING)
                 raise
             except RollbackNeeded as cause:
                 reached = loop.ledger.buffer.trainer_version.step

@@ -5,6 +5,7 @@ number does not say: those of `learning`, and here those of the run itself.
 """
 
 import dataclasses
+import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +15,17 @@ from titan_rl.types import FailureKind
 from titan_rl.view.learning import (
     FEWEST_STEPS,
     LEARNING,
+    LOWER,
+    LR,
     SCORES,
     Finding,
     Kind,
     change_of,
-    finding,
     late,
     limit,
     percent,
     sentence,
+    to_set,
 )
 from titan_rl.view.read import Run
 from titan_rl.view.timelines import COMPUTE, HINTS, MEANINGS, Account
@@ -37,7 +40,21 @@ MOST_NAMED = 5
 def findings(run: Run) -> list[Finding]:
     """Of one run, the gravest first."""
     order = list(Kind)
-    return sorted((each for rule in RULES for each in rule(run)), key=lambda each: order.index(each.kind))
+    found = (_advised(run, each) for rule in RULES for each in rule(run))
+    return sorted(found, key=lambda each: order.index(each.kind))
+
+
+def _advised(run: Run, found: Finding) -> Finding:
+    """With what the table of metrics says to do, where a rule says nothing, and with the run's directory."""
+    do, where = found.do or _of_table(run, found.see), shlex.quote(str(run.directory))
+    return dataclasses.replace(found, do=do.replace("RUN", where).replace("`logs/`", f"`{where}/logs/`"))
+
+
+def _of_table(run: Run, name: str, longer: Sequence[str] = ()) -> str:
+    """What the table says to do about a metric; `longer`: limits that were too short, too."""
+    if (metric := metric_of(name)) is None:
+        return ""
+    return f"{sentence(metric.do)} {to_set(run, {**metric.change, **dict.fromkeys(longer, 2)})}".strip()
 
 
 def compare(runs: Sequence[Run]) -> list[Finding]:
@@ -59,7 +76,7 @@ def compare(runs: Sequence[Run]) -> list[Finding]:
         title = f"{runs[best].name} did better than {run.name}" if score < scores[best] else "The runs ended equal"
         text = f"`{metric}` ended at {scores[best]:.3f} and {score:.3f}."
         do = f"They differ in {', '.join(said)}{more}." if apart else "They have the same settings."
-        found.append(finding(Kind.NOTE, metric, title, text, do))
+        found.append(Finding(Kind.NOTE, title, text, do, metric))
     return found
 
 
@@ -67,11 +84,11 @@ def _mismatch(run: Run) -> Iterator[Finding]:
     name = "train/logprob_difference_mean"
     if alarms := sum(value > 0 for value in run.values("train/logprob_alarm")):
         text = f"In {alarms} of {run.steps} steps the mismatch was beyond trainer.logprob_alarm."
-        yield finding(Kind.PROBLEM, name, "Trainer and generator disagree", text)
+        yield Finding(Kind.PROBLEM, "Trainer and generator disagree", text, see=name)
     change = change_of(run.values(name))
     if change and change[2] and change[1] > max(LEAST_MISMATCH, MISMATCH_GROWTH * change[0]):
         text = f"The mean difference of logprobs on on-policy tokens grew from {change[0]:.1e} to {change[1]:.1e} nats."
-        yield finding(Kind.WARNING, name, "Mismatch is rising", text)
+        yield Finding(Kind.WARNING, "Mismatch is rising", text, see=name)
 
 
 def _idle(run: Run) -> Iterator[Finding]:
@@ -90,7 +107,8 @@ def _idle(run: Run) -> Iterator[Finding]:
             f"{'It' if one else 'They'} waited {' to '.join(shares)} of the time of the steps, longest for "
             f"{MEANINGS.get(cause, cause)}."
         )
-        do = sentence(HINTS[meshes].get(cause, ""))
+        hint = HINTS[meshes].get(cause, {"do": "", "change": {}})
+        do = f"{sentence(hint['do'])} {to_set(run, hint['change'])}".strip()
         kind = Kind.NOTE if synchronous else Kind.WARNING
         yield Finding(kind, f"{who} idle more than half of the time", text, do, "timeline")
 
@@ -106,7 +124,7 @@ def _beyond_limits(run: Run) -> Iterator[Finding]:
             side = "above" if metric.above is not None else "below"
             text = f"{said} in the last third of the steps, {side} {limit}: {metric.meaning}."
             kind, title = (Kind.WARNING, metric.title) if metric.title else (Kind.NOTE, f"{name} is {side} {limit}")
-            yield finding(kind, name, title, text)
+            yield Finding(kind, title, text, see=name)
 
 
 def _failed(run: Run) -> Iterator[Finding]:
@@ -121,23 +139,23 @@ def _failed(run: Run) -> Iterator[Finding]:
         text = f"{share:.0%} of the rollouts failed and were not trained.{' Of the recorded ones:' * bool(often)}"
         counts = tuple((count, f"{kind}: {cause[:200]}") for (kind, cause), count in often)
         see = max(kinds, key=lambda each: kinds[each]) if any(kinds.values()) else name
-        yield dataclasses.replace(finding(Kind.WARNING, see, "Rollouts fail", text), counts=counts)
+        named = re.findall(r"\b(?:environment|rollout)\.\w+", often[0][0][1]) if often else ()
+        yield Finding(Kind.WARNING, "Rollouts fail", text, _of_table(run, see, named), see, counts)
 
 
 def _not_finite(run: Run) -> Iterator[Finding]:
     for name, series in run.series.items():
         if missing := [step for step, value in series.items() if value is None]:
             text = f"{name} was NaN or infinite in {len(missing)} steps, first in step {missing[0]}."
-            do = "Look at the step before: gradient norm, importance weights, its rollouts."
-            yield finding(Kind.PROBLEM, name, "A number is not finite", text, do)
+            do = f"Look at the step before: gradient norm, importance weights, its rollouts. {to_set(run, {LR: LOWER})}"
+            yield Finding(Kind.PROBLEM, "A number is not finite", text, do, name)
 
 
 def _unfinished(run: Run) -> Iterator[Finding]:
     wanted = run.config.get("loop.steps", 0)
     if not run.summary and run.steps < wanted:
         text = f"It has {run.steps} of {wanted} steps: it was stopped, it failed, or it is still going on."
-        do = f"titan-rl train --resume {shlex.quote(str(run.directory))} goes on."
-        yield Finding(Kind.NOTE, "The run is not done", text, do)
+        yield Finding(Kind.NOTE, "The run is not done", text, "`titan-rl train --resume RUN` goes on.")
 
 
 RULES: tuple[Callable[[Run], Iterator[Finding]], ...] = (

@@ -6,14 +6,17 @@ not sure enough to act on is not made.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import correlation, fmean, pstdev, stdev
+from typing import Any
 
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.metrics.rollout_record import GROUP
+from titan_rl.one_line import one_line
 from titan_rl.types import Purpose
+from titan_rl.view.conversation import LONGEST_TEXT
 from titan_rl.view.read import ListedRollout, Run
 
 FEWEST_STEPS = 9
@@ -33,7 +36,12 @@ APART = 0.15
 """Of a reward; a smaller difference of training and evaluation counts as none."""
 FEWEST_CORRELATED, CORRELATED = 30, 0.8
 """Recorded rollouts, and their correlation of reward and length from which the length is what pays."""
-NO_KL = 1e-6
+NO_KL, SMALL_KL = 1e-6, 5e-4
+"""Nats that a step moves a policy that stands still; of one that could move further."""
+LR = "trainer.optimizer.lr"
+LOWER, MUCH_LOWER = 1 / 3, 1 / 5
+READ_REWARDS = "Correct the reward function: `titan-rl watch RUN` shows what it pays for, the report whole groups."
+"""No setting does that."""
 LITTLE = 0.1
 """Of the largest reward: a mean below it is no signal to speak of."""
 FEW_SAMPLES = 4
@@ -93,10 +101,18 @@ def limit(name: str) -> float:
     return metric.limit
 
 
-def finding(kind: Kind, name: str, title: str, text: str, do: str = "") -> Finding:
-    """Of a metric. `do` is what the table of metrics says, where a rule says nothing else."""
-    metric = metric_of(name)
-    return Finding(kind, title, text, do or sentence(metric.do if metric else ""), name)
+def times(value: Any, factor: float) -> Any:
+    """So many times a setting: a whole number where it is one, else two digits."""
+    new = math.ceil(value * factor) if isinstance(value, int) else float(f"{value * factor:.2g}")
+    return value if factor == 1 else new
+
+
+def to_set(run: Run, settings: Mapping[str, float | str]) -> str:
+    """What to set: so many times what a setting is, or a text. What is off, or so already, is left out."""
+    there = {name: value for name in settings if (value := run.config.get(name))}
+    new = {name: to if isinstance(to := settings[name], str) else times(value, to) for name, value in there.items()}
+    said = [f"--{name.replace('_', '-')} {new[name]}; it is {there[name]}" for name in new if new[name] != there[name]]
+    return f"Set {', and '.join(said)}." if said else ""
 
 
 def sentence(words: str) -> str:
@@ -116,29 +132,25 @@ def _learned(run: Run) -> Iterator[Finding]:
     first, last, best = scores[0], scores[-1], max(scores)
     said = f"Held-out exact match went from {percent(first)} to {percent(last)}"
     learned = last - first > LEAST_GAIN
-    back = f"Take an earlier checkpoint, or --trainer.optimizer.lr {run.config.get('trainer.optimizer.lr', 0) / 3:.1g}."
+    back = f"Take an earlier checkpoint. {to_set(run, {LR: LOWER})}"
     if run.summary and last < (target := run.config.get("evaluation.target_exact_match", 0.0)):
         text = f"{said}, below evaluation.target_exact_match = {target:g}."
-        do = f"It still rose: `titan-rl train --resume {run.directory} --loop.steps N` goes on."
+        do = f"It still rose: `titan-rl train --resume RUN --loop.steps {2 * run.steps}` goes on."
         if last - scores[-1 - max(len(scores) // 4, 1)] <= LEAST_GAIN:
-            do = (
-                "It rose no more. Read the wrong held-out answers in the rollouts below, and look at pass@k of"
-                f" `titan-rl eval {run.directory}`: if more samples find no right answers either, raise"
-                " entropy_bonus in trainer.loss.kwargs or make the reward finer."
-            )
+            do = f"It rose no more. {_more_entropy(run)} If `titan-rl eval RUN` finds pass@k no higher: a finer reward."
         title = "The policy learned, and missed its target" if learned else "The run missed its target"
-        yield finding(Kind.WARNING, name, title, text, do)
+        yield Finding(Kind.WARNING, title, text, do, name)
     elif learned:
         yield Finding(Kind.GOOD, "The policy learned", f"{said}.", see=name)
     if first - last > LEAST_GAIN:
-        do = "Read held-out answers in the rollouts below: the reward may pay for something else than the score."
+        do = f"The reward may pay for something else than the score. {READ_REWARDS}"
         rewards = run.values("evaluation/reward")
         if rewards and rewards[0] - rewards[-1] > LEAST_GAIN:  # it pays for the same, and fell too
             do = back
-        yield finding(Kind.PROBLEM, name, "The held-out score fell", f"{said}.", do)
+        yield Finding(Kind.PROBLEM, "The held-out score fell", f"{said}.", do, name)
     if best - last > 0.1:
         text = f"It reached {percent(best)} and ended at {percent(last)}."
-        yield finding(Kind.WARNING, name, "The best score was earlier", text, back)
+        yield Finding(Kind.WARNING, "The best score was earlier", text, back, name)
 
 
 def _reward(run: Run) -> Iterator[Finding]:
@@ -147,23 +159,25 @@ def _reward(run: Run) -> Iterator[Finding]:
     if (change := change_of(rewards)) is None:
         return
     before, after, sure = change
+    end = change_of(rewards[len(rewards) // 2 :])
     said = f"Mean reward was {before:.3f} in the first third of the steps and {after:.3f} in the last."
     if after >= TOP_SHARE * _largest_reward(run, max(rewards)) > 0:
         return
     if not sure:
-        yield finding(Kind.PROBLEM, name, "Reward is flat", f"{said} The difference is within chance.")
+        text = f"{said} The difference is within chance."
+        yield Finding(Kind.PROBLEM, "Reward is flat", text, _for_a_flat_reward(run), name)
     elif after < before:
-        do = f"Set --trainer.optimizer.lr {run.config.get('trainer.optimizer.lr', 0.0) / 3:.1g}."
-        yield finding(Kind.PROBLEM, name, "Reward falls", said, do)
-    elif (
-        run.summary
-        and not _settled(run)
-        and (end := change_of(rewards[len(rewards) // 2 :]))
-        and end[2]
-        and end[1] > end[0]
-    ):
-        do = f"Set --loop.steps {2 * len(rewards)}; `titan-rl train --resume {run.directory}` takes it, too."
-        yield finding(Kind.WARNING, name, "It was still learning when the run ended", said, do)
+        yield Finding(Kind.PROBLEM, "Reward falls", said, to_set(run, {LR: LOWER}), name)
+    elif run.summary and not _settled(run) and end and end[2] and end[1] > end[0]:
+        do = f"Set --loop.steps {2 * len(rewards)}; `titan-rl train --resume RUN` takes it, too."
+        yield Finding(Kind.WARNING, "It was still learning when the run ended", said, do, name)
+
+
+def _for_a_flat_reward(run: Run) -> str:
+    """What another finding says; else further steps where these are small, or more samples for what they say."""
+    others = (each.do for rule in (_learning_rate, _entropy, _no_signal) for each in rule(run))
+    small = (late(run, "train/kl_k3") or math.inf) < SMALL_KL
+    return next(others, to_set(run, {LR: 1 / LOWER} if small else {"rollout.samples_per_group": 2}))
 
 
 def _goes_too_far(run: Run) -> str:
@@ -176,21 +190,19 @@ def _goes_too_far(run: Run) -> str:
 
 
 def _learning_rate(run: Run) -> Iterator[Finding]:
-    lr = run.config.get("trainer.optimizer.lr", 0.0)
     reward = late(run, "rollout/reward_mean")
-    if not lr or reward is None or reward >= TOP_SHARE * _largest_reward(run) > 0:
+    if not run.config.get(LR) or reward is None or reward >= TOP_SHARE * _largest_reward(run) > 0:
         return
     if far := _goes_too_far(run):
         text = f"In a tenth of the steps {far} and more lay between the policy and the one that had sampled."
-        do = f"Set --trainer.optimizer.lr {lr / 5:.1g}; it is {lr:g}."
-        yield finding(Kind.PROBLEM, "train/clip_share", "The learning rate is too high", text, do)
+        do = to_set(run, {LR: MUCH_LOWER})
+        yield Finding(Kind.PROBLEM, "The learning rate is too high", text, do, "train/clip_share")
         return
     kl, entropy, rewards = (change_of(run.values(name)) for name in ("train/kl_k3", "train/entropy", SCORES[-1]))
     moved = [change for change in (entropy, rewards) if change and change[2]]
     if run.config.get("loop.max_staleness") and kl and kl[1] < NO_KL and entropy and rewards and not moved:
         text = f"Neither entropy nor reward moved, and steps change the policy by {kl[1]:.1e} nats."
-        do = f"Set --trainer.optimizer.lr {lr * 10:g}."
-        yield finding(Kind.PROBLEM, "train/kl_k3", "The learning rate is too low", text, do)
+        yield Finding(Kind.PROBLEM, "The learning rate is too low", text, to_set(run, {LR: 10}), "train/kl_k3")
 
 
 def _late_rollouts(run: Run) -> list[ListedRollout]:
@@ -219,11 +231,11 @@ def _no_signal(run: Run) -> Iterator[Finding]:
             if _settled(run):
                 return  # more samples of a policy that always says the same are equal, too
             do = f"Set --rollout.samples-per-group {2 * samples}; it is {samples}."
-        yield finding(Kind.PROBLEM, name, "Groups teach nothing", text, do)
+        yield Finding(Kind.PROBLEM, "Groups teach nothing", text, do, name)
     elif samples and samples <= FEW_SAMPLES:
         text = f"Rewards are compared within {samples} samples, so {percent(equal)} of the groups teach nothing."
         do = f"Set --rollout.samples-per-group {4 * samples}."
-        yield finding(Kind.WARNING, name, "Groups are small", text, do)
+        yield Finding(Kind.WARNING, "Groups are small", text, do, name)
 
 
 def _settled(run: Run) -> str:
@@ -246,14 +258,28 @@ def _settled(run: Run) -> str:
     )
 
 
+def _more_entropy(run: Run) -> str:
+    bonus = run.config.get("trainer.loss.kwargs.entropy_bonus", 0.0)
+    least = 0.003 if run.config.get("policy.path") else 0.3  # weights that were trained before know where to search
+    do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, least):g}; it is {bonus:g}."
+    if not run.config.get("trainer.loss.kwargs.entropy_decay"):
+        do += " With --trainer.loss.kwargs.entropy-decay 0.8 it is gone when the policy has found what pays."
+    return do
+
+
 def _entropy(run: Run) -> Iterator[Finding]:
     if text := _settled(run):
-        bonus = run.config.get("trainer.loss.kwargs.entropy_bonus", 0.0)
-        least = 0.003 if run.config.get("policy.path") else 0.3  # weights that were trained before know where to search
-        do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, least):g}; it is {bonus:g}."
-        if not run.config.get("trainer.loss.kwargs.entropy_decay"):
-            do += " With --trainer.loss.kwargs.entropy-decay 0.8 it is gone when the policy has found what pays."
-        yield finding(Kind.PROBLEM, "train/entropy", "The policy settled too soon", text, do)
+        yield Finding(Kind.PROBLEM, "The policy settled too soon", text, _more_entropy(run), "train/entropy")
+
+
+def _what_pays(run: Run) -> str:
+    """The best of what is not right."""
+    wrong = [each for each in run.rollouts if not each.error and each.wanted and each.exact_match < 1]
+    if not wrong:
+        return ""
+    best = max(wrong, key=lambda each: each.reward)
+    answer, wanted = one_line(best.answer, LONGEST_TEXT), one_line(best.wanted, LONGEST_TEXT)
+    return f" '{answer}' got {best.reward:.2f} where '{wanted}' was wanted."
 
 
 def _pays_for_something_else(run: Run) -> Iterator[Finding]:
@@ -272,17 +298,18 @@ def _pays_for_something_else(run: Run) -> Iterator[Finding]:
         text = f"Mean reward rose from {change[0]:.2f} to {change[1]:.2f}, held-out exact match not."
     else:
         return
-    do = "Correct the reward function: `titan-rl watch RUN` shows what it pays for."
-    yield finding(Kind.PROBLEM, SCORES[-1], "The reward pays for something else", text, do)
+    title = "The reward pays for something else"
+    yield Finding(Kind.PROBLEM, title, f"{text}{_what_pays(run)}", READ_REWARDS, SCORES[-1])
 
 
 def _evaluation_differs(run: Run) -> Iterator[Finding]:
     trained, held_out = late(run, SCORES[-1]), run.values(SCORES[1])
     if trained is not None and len(held_out) > 1 and trained - held_out[-1] > APART * abs(_largest_reward(run)):
         text = f"Mean reward is {trained:.2f} in training and {held_out[-1]:.2f} on held-out prompts."
-        do = "Train on more different prompts, or hold out prompts of the same kind (`held_out` of the task)."
+        more = to_set(run, {"loop.prompts": 4}) or "Give the task more different prompts to train on."
+        do = f"{more} Compare `titan-rl try RUN` and `titan-rl try RUN --held-out`: are they of one kind (`held_out`)?"
         kind = Kind.PROBLEM if held_out[-1] < trained / 2 else Kind.WARNING
-        yield finding(kind, SCORES[1], "Evaluation differs from training", text, do)
+        yield Finding(kind, "Evaluation differs from training", text, do, SCORES[1])
 
 
 def _cut(run: Run) -> Iterator[Finding]:
@@ -309,21 +336,21 @@ def _cut(run: Run) -> Iterator[Finding]:
         need, why = wanted, f"Right ones have at most {wanted}, and one that ends them"
     if off and sum(each.last_turn < new for each in off) > len(off) / 2:
         text += f", of the recorded ones most before they had {new} tokens."
-        do = (
-            "Another limit than rollout.sampling.max_new_tokens cuts them: raise generator.max_model_len,"
-            " rollout.max_sampled_tokens if it is set, or the max_tokens for which a program asks."
-        )
-        yield finding(Kind.WARNING, name, "Answers are cut by length", text, do)
+        others = dict.fromkeys(("generator.max_model_len", "policy.tiny.max_length", "rollout.max_sampled_tokens"), 2)
+        do = f"Another limit than rollout.sampling.max_new_tokens cuts them. {to_set(run, others)}"
+        do += " A program may ask for fewer itself (max_tokens)."
+        yield Finding(Kind.WARNING, "Answers are cut by length", text, do, name)
     elif need < new:
         text += f" after {new} tokens. {why}, so there is room."
         paid, other = (fmean(each.reward for each in some) if some else 0.0 for some in (off, ended))
         do = "Let the reward pay for answers that end."
         if off and paid < other:
             do = f"The reward pays for it ({other:.2f}, {paid:.2f} where it cuts): see other findings, or train longer."
-        yield finding(Kind.WARNING, name, "The policy does not end its answers", text, do)
+            do = f"{do} {to_set(run, {'loop.steps': 2})}"
+        yield Finding(Kind.WARNING, "The policy does not end its answers", text, do, name)
     else:
         do = f"Set --rollout.sampling.max-new-tokens {2 * new}, or let the reward pay for answers that end."
-        yield finding(Kind.WARNING, name, "Answers are cut by length", f"{text} after {new} tokens.", do)
+        yield Finding(Kind.WARNING, "Answers are cut by length", f"{text} after {new} tokens.", do, name)
 
 
 LEARNING = (

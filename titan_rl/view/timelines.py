@@ -38,8 +38,8 @@ MOST_CELLS = 500_000
 
 _WAITS = tomli.loads(Path(__file__).with_name("waits.toml").read_text(encoding="utf-8"))
 MEANINGS: dict[str, str] = _WAITS["meanings"]
-HINTS: dict[str, dict[str, str]] = _WAITS["hints"]
-"""By kind of the mesh that waits, and for whom: what makes it wait less."""
+HINTS: dict[str, dict[str, Any]] = _WAITS["hints"]
+"""By kind of the mesh that waits, and for whom: what makes it wait less, as in the table of metrics."""
 
 _ROUNDING = 1e-5
 """Seconds that rounding may leave between two pieces of a main lane."""
