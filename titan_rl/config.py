@@ -7,8 +7,7 @@ means, gets one whose values have the types and bounds of their fields.
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from titan_rl.bounds import Count, CountOrZero, Positive, Seed, Share
-from titan_rl.data_plane.config import DataPlaneConfig
+from titan_rl.bounds import Count, CountOrZero, Positive, Seed, Share, TwoOrMore
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import is_loopback
 from titan_rl.generation.config import GeneratorConfig
@@ -17,7 +16,6 @@ from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.rollout.config import EnvironmentConfig, RolloutConfig
 from titan_rl.routing.config import RouterConfig
 from titan_rl.scheduling.config import StalenessLimits
-from titan_rl.weights.config import WeightsConfig
 
 CLASS_SETTINGS = (
     "environment.name",
@@ -162,6 +160,24 @@ class EvaluationConfig:
     """The run fails (exit code 1) when the last evaluation's exact match is below this; 0: no target. A rollout is an
     exact match by the score `exact_match`, if the rubric has one; else if the reward function of the greatest weight
     gives at least 1, without its weight. A rubric that trains group rewards alone has to give it to have a target."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataPlaneConfig:
+    """Samples stay in the rollout worker that made them until they are trained."""
+
+    store_mib: Count = 1024
+    """Shared memory that one rollout worker may fill with samples; about 60 thousand tokens per MiB. A run whose
+    samples do not fit ends with an error that says so."""
+
+
+@dataclass(kw_only=True, slots=True)
+class WeightsConfig:
+    """How new weights travel from the trainer mesh to the generators, whom a publication tells where it is."""
+
+    max_live: TwoOrMore = 2
+    """Publications that may exist at once: the one that is served, the one that is being pulled, and those that an
+    evaluation keeps. A trainer that wants one more waits, and the watchdog says for whom."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -217,7 +217,6 @@ _RULES = Rules(
         **dict.fromkeys(("policy.architecture", "policy.tiny.architecture"), absolute_name),
         **dict.fromkeys((*CLASS_SETTINGS, "environment.kwargs.reward"), absolute_name),
     },
-    gone={"router.request_seconds": 0.0},
 )
 
 

@@ -21,9 +21,8 @@ from support.meshes import mesh_plan
 
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.actors.rollouts import RolloutWorkerClient, RolloutWorkers
-from titan_rl.config import RunConfig
+from titan_rl.config import DataPlaneConfig, RunConfig
 from titan_rl.config_registry import copy4
-from titan_rl.data_plane.config import DataPlaneConfig
 from titan_rl.data_plane.store import SharedMemorySource
 from titan_rl.errors import ActorGone, GatewayGone, GroupStopped, SampleStoreFull, TaskError, TitanError
 from titan_rl.generation.config import GeneratorConfig

@@ -21,7 +21,7 @@ from support.meshes import mesh_plan
 
 from titan_rl.actors.trainer import CallQueue
 from titan_rl.actors.trainer_client import TrainerClient
-from titan_rl.config import LoopConfig, PlacementConfig, RunConfig
+from titan_rl.config import LoopConfig, PlacementConfig, RunConfig, WeightsConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.errors import ActorFailed, RollbackNeeded, TrainingError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
@@ -34,7 +34,6 @@ from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import Provisioner
 from titan_rl.types import NO_VERSION, PolicyVersion, TrainingSample
-from titan_rl.weights.config import WeightsConfig
 from titan_rl.weights.manifest import Publication
 from titan_rl.weights.puller import SharedMemoryReader
 from titan_rl.weights.segment_files import DIRECTORY, remove_segments_of

@@ -1,6 +1,6 @@
 """Tokens that stand for whole messages."""
 
-from titan_rl.chat.message_renderer import END, MessageRenderer
+from titan_rl.chat.renderer import END, MessageRenderer
 from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 ADD = ToolSpec("add", "adds", {})

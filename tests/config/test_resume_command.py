@@ -47,21 +47,6 @@ def damage(checkpoint: Path) -> None:
 # --- which run -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("seconds", "goes_on"), [("0.0", True), ("60.0", False)])
-def test_a_run_of_before_goes_on_if_it_did_not_use_a_setting_that_is_gone(
-    tmp_path: Path, seconds: str, goes_on: bool
-) -> None:
-    run = make_run(tmp_path / "run")
-    text = (run / CONFIG).read_text().replace("[router]\n", f"[router]\nrequest_seconds = {seconds}\n")
-    assert "request_seconds" in text
-    (run / CONFIG).write_text(text)
-    if goes_on:
-        assert train.config_of_run(run) == config()
-    else:
-        with pytest.raises(ConfigError, match="router.request_seconds: there is no such setting"):
-            train.config_of_run(run)
-
-
 def test_a_run_directory_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", steps=(2, 4))
     resume = find(run)

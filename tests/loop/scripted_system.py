@@ -19,7 +19,7 @@ import msgspec
 from rich.console import Console
 from scripted_parts import Script, ScriptedRouter, ScriptedTrainer, settle
 
-from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunConfig
+from titan_rl.config import CheckpointConfig, EvaluationConfig, LoopConfig, RunConfig, WeightsConfig
 from titan_rl.data_plane.sample_batch import SampleBatch, SampleRef
 from titan_rl.data_plane.store import HeldReport
 from titan_rl.errors import InvariantError
@@ -36,7 +36,6 @@ from titan_rl.rollout.report import GroupReport
 from titan_rl.run.runs import Resume
 from titan_rl.types import NO_VERSION, GroupRequest, PolicyVersion, Purpose, StopReason
 from titan_rl.view.display import RunDisplay
-from titan_rl.weights.config import WeightsConfig
 
 
 class ScriptedRollouts:

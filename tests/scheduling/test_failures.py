@@ -6,7 +6,7 @@ import pytest
 
 from titan_rl.metrics.metric_table import metric_of
 from titan_rl.metrics.rollout_record import Failed
-from titan_rl.scheduling.failures import FEWEST, NEWEST, too_many_failures
+from titan_rl.scheduling.schedule import FEWEST, NEWEST, too_many_failures
 from titan_rl.types import FailureKind
 
 TOOL: Failed = (FailureKind.TOOL, "tool calls of train prompt: KeyError: 'x' (a.py:3 in look)")

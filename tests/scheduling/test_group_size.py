@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_rl.scheduling.group_size import GroupSize
+from titan_rl.scheduling.group import GroupSize
 
 
 @given(first=st.integers(2, 9), most=st.integers(0, 70), steps=st.lists(st.booleans(), max_size=12))

@@ -6,6 +6,7 @@
 - Nothing here imports torch or transformers.
 """
 
+import hashlib
 import itertools
 import json
 import operator
@@ -20,6 +21,8 @@ from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CALL, CALL_END, RESULT, RESULT_END = "<tool>", "</tool>", "<result>", "</result>"
 """Symbols for tool calls and their answers."""
+END, MOST_MESSAGES = 0, 1 << 31
+"""The stop token of messages that are tokens; how many of them there may be."""
 UNKNOWN = "<unknown>"
 """Symbol that stands for a reply that the tokenizer cannot write."""
 
@@ -225,3 +228,57 @@ def read_stop_token_ids(directory: Path, vocabulary: Mapping[str, int]) -> tuple
 def read_json(file: Path) -> dict[str, Any]:
     """The content of a JSON file; empty if there is no file."""
     return json.loads(file.read_text()) if file.is_file() else {}
+
+
+class MessageRenderer(Renderer):
+    """For policies that are asked in messages: a person at a terminal, or a demonstration. A token stands for a whole
+    message, so that whatever plays rollouts of tokens plays these too, with any task, whatever a model's tokenizer
+    could write:
+
+        prompt  [tools, user "2*3=", …]    said  [assistant "6", END]
+
+    The first token of a prompt stands for the tools. Ids mean nothing outside of the renderer. Equal messages have
+    equal ones, so that a prompt has the same tokens, and its requests the same seeds, whenever it is asked."""
+
+    vocab_size = MOST_MESSAGES
+    stop_token_ids: tuple[int, ...] = (END,)
+    longest_token = MOST_MESSAGES
+
+    def __init__(self) -> None:
+        self._said: dict[int, Message | tuple[ToolSpec, ...]] = {END: ()}
+
+    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        return [self._id(tuple(tools)), *map(self._id, messages)]
+
+    def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
+        return [self._id(message) for message in messages]
+
+    def parse(
+        self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
+    ) -> Message:
+        return next(iter(self.messages(completion)), Message("assistant", ""))._replace(role="assistant")
+
+    def say(self, message: Message) -> list[int]:
+        return [self._id(message), END]
+
+    def encode(self, text: str) -> list[int]:
+        return [self._id(Message("user", text))]
+
+    def decode(self, token_ids: Tokens) -> str:
+        return "".join(message.content for message in self.messages(token_ids))
+
+    def messages(self, token_ids: Iterable[int]) -> list[Message]:
+        return [said for token_id in token_ids if isinstance(said := self._said[token_id], Message)]
+
+    def tools(self, prompt: Sequence[int]) -> tuple[ToolSpec, ...]:
+        first = self._said[prompt[0]]
+        return () if isinstance(first, Message) else first
+
+    def _id(self, said: Message | tuple[ToolSpec, ...]) -> int:
+        number = (
+            int.from_bytes(hashlib.blake2b(repr(said).encode(errors="replace"), digest_size=4).digest()) % MOST_MESSAGES
+        )
+        # `setdefault`, because a gateway renders in a thread of its own; an id that is taken has to give way
+        while number == END or self._said.setdefault(number, said) != said:
+            number = (number + 1) % MOST_MESSAGES
+        return number

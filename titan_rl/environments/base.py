@@ -31,13 +31,8 @@ from titan_rl.importing import import_file, import_name
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, Example, Message, ToolCall
 
-__all__ = [
-    "DatasetEnvironment",
-    "Demonstration",
-    "Endpoint",
-    "Environment",
-    "EnvironmentReply",
-    "Example",
+__all__ = ["DatasetEnvironment", "Demonstration", "Endpoint", "Environment", "EnvironmentReply", "Example"]
+__all__ += [
     "GroupReward",
     "Message",
     "Reward",
@@ -49,6 +44,7 @@ __all__ = [
     "Transcript",
     "tool",
 ]
+
 TOOL_ERROR = "Error: "
 """How `Environment.tool_error` begins, where a task does not define it."""
 

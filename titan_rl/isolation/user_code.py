@@ -161,7 +161,9 @@ class UserCode:
             answers = tuple([await self._call_tool(each, state) for each in call.conversation.messages[-1].tool_calls])
             return answers, _pickled(state, "a tool")
         if call.kind is CallKind.EXAMPLE:
-            return ExamplePrompt(plain(example.prompt), _as_text(example.answer))
+            answer = "" if example.answer is None else example.answer
+            text = answer if isinstance(answer, str) else repr(answer)
+            return ExamplePrompt(plain(example.prompt), one_line(text, LONGEST_SHOWN))
         if call.kind is CallKind.PLAY:
             assert call.endpoint is not None
             state = self._environment.play(example, call.endpoint)
@@ -225,11 +227,6 @@ def _bound_memory(nbytes: int) -> None:
     bound = pages * resource.getpagesize() + nbytes
     if most == resource.RLIM_INFINITY or bound < most:
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
-
-
-def _as_text(answer: Any) -> str:
-    text = "" if answer is None else answer if isinstance(answer, str) else repr(answer)
-    return one_line(text, LONGEST_SHOWN)
 
 
 def _demonstration(shown: Demonstration) -> DemonstrationMessages:

@@ -40,10 +40,8 @@ from titan_rl.metrics.rollout_record import Failed
 from titan_rl.metrics.timeline import timeline
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.rollout.report import GroupReport
-from titan_rl.scheduling.failures import NEWEST, too_many_failures
-from titan_rl.scheduling.group import Batch, Group, Outcome
-from titan_rl.scheduling.group_size import GroupSize
-from titan_rl.scheduling.schedule import Untrainable
+from titan_rl.scheduling.group import Batch, Group, GroupSize, Outcome
+from titan_rl.scheduling.schedule import NEWEST, Untrainable, too_many_failures
 from titan_rl.types import PolicyVersion
 from titan_rl.view.display import RunDisplay
 

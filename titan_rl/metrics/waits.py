@@ -45,13 +45,8 @@ def answer_signals(name: str, *, log: Path | None = None) -> None:
                 _write(descriptor, said)
                 os.close(descriptor)
 
-    watch_event_loops()
+    asyncio.set_event_loop_policy(WatchedEventLoops())  # its tasks are known, and the timeline learns when they wait
     signal.signal(signal.SIGUSR1, answer)
-
-
-def watch_event_loops() -> None:
-    """From now on the tasks of this process are known, and the timeline is told when its event loops wait."""
-    asyncio.set_event_loop_policy(WatchedEventLoops())
 
 
 def report(name: str) -> str:

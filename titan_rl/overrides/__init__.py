@@ -13,18 +13,5 @@ A setting is named by its path of fields, `trainer.optimizer.lr`. Below a `dict`
 which need not exist yet. The package knows no particular config: callers pass special cases as `Rules`.
 """
 
-from titan_rl.overrides.command import EXIT_FAILED as EXIT_FAILED
-from titan_rl.overrides.command import EXIT_OK as EXIT_OK
-from titan_rl.overrides.command import EXIT_USAGE as EXIT_USAGE
-from titan_rl.overrides.command import Command as Command
-from titan_rl.overrides.command import Verb as Verb
-from titan_rl.overrides.command import option_overrides as option_overrides
-from titan_rl.overrides.command import print_error as print_error
-from titan_rl.overrides.settings import Rules as Rules
-from titan_rl.overrides.settings import apply as apply
-from titan_rl.overrides.settings import check as check
-from titan_rl.overrides.settings import convert_value as convert_value
-from titan_rl.overrides.settings import did_you_mean as did_you_mean
-from titan_rl.overrides.settings import flat as flat
-from titan_rl.overrides.settings import to_toml as to_toml
-from titan_rl.overrides.settings import variant as variant
+from titan_rl.overrides.command import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Command, Verb, option_overrides, print_error
+from titan_rl.overrides.settings import Rules, apply, check, convert_value, did_you_mean, flat, to_toml, variant

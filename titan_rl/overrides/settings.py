@@ -213,8 +213,6 @@ class Rules:
     """Arguments that all of them take and keep."""
     file_settings: Mapping[str, Callable[[str, Path], str]] = field(default_factory=dict)
     """Setting that may hold a file name → makes that absolute, given the directory to start from."""
-    gone: Mapping[str, Any] = field(default_factory=dict)
-    """Setting that there was → its value in files that did not use it, which is passed over."""
 
 
 def apply(config: T, layers: Iterable[Sequence[Override]], rules: Rules | None = None, base: Path | None = None) -> T:
@@ -227,8 +225,7 @@ def apply(config: T, layers: Iterable[Sequence[Override]], rules: Rules | None =
             owner, name = _owner(table, key)
             owner[name] = absolute(value, base)
     for layer in layers:
-        there = [each for each in layer if each.key not in rules.gone or each.value != rules.gone[each.key]]
-        _apply_layer(type(config), table, there, rules)
+        _apply_layer(type(config), table, layer, rules)
     try:
         return msgspec.convert(table, type(config))
     except msgspec.ValidationError as error:  # `config` itself did not fit its types

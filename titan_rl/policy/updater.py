@@ -283,7 +283,7 @@ class PolicyUpdater:
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         policy, reference = self._policy, not warm_up and self._reference is not None
-        metrics = StepMetrics(counted=policy.tensor_rank == 0, reference=reference)
+        metrics = StepMetrics(counted=dist.get_rank() % policy.dims.tp == 0, reference=reference)
         minibatches = (MiniBatch(plan.rounds, plan.samples, trained),) if warm_up else plan.minibatches
         preferences, critic = (self._preferences, None) if warm_up else (None, self._critic)
         summands = plan.samples // 2 if preferences else trained

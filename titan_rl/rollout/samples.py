@@ -124,7 +124,9 @@ class TokenTree:
         pending = [(self._root, 0)]
         while pending:
             node, start = pending.pop()
-            common = _common_prefix(node.token_ids, tokens[start:])
+            length = min(len(node.token_ids), len(tokens) - start)
+            differs = np.flatnonzero(node.token_ids[:length] != tokens[start : start + length])
+            common = int(differs[0]) if len(differs) else length
             if start + common > longest:
                 best, within, longest = node, common, start + common
             if common == len(node.token_ids):
@@ -204,12 +206,6 @@ def training_samples(
             )
         )
     return tuple(samples)
-
-
-def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    length = min(len(first), len(second))
-    differs = np.flatnonzero(first[:length] != second[:length])
-    return int(differs[0]) if len(differs) else length
 
 
 def demonstration_sample(

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_rl.chat.message_renderer import MessageRenderer
+from titan_rl.chat.renderer import MessageRenderer
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone
 from titan_rl.gateway.config import GatewayConfig

@@ -1,6 +1,8 @@
 """Groups and batches, as plain values."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from titan_rl.types import PolicyVersion
@@ -85,3 +87,30 @@ class Counts:
     @property
     def active(self) -> int:
         return self.waiting + self.running + self.finished + self.taken
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupSize:
+    """How many rollouts a group has: twice as many after a step most of whose groups taught nothing. It follows from
+    the step of the version that a group was admitted under, so one that is played again is as large as before."""
+
+    first: int
+    most: int
+    """0: groups do not grow."""
+    grown: list[int] = field(default_factory=list)
+    """Steps that were followed by larger groups."""
+
+    def at(self, step: int) -> int:
+        """Of groups that are admitted under the version of this step."""
+        return max(self.first, min(self.most, self.first << bisect_right(self.grown, step)))
+
+    def trained(self, step: int, groups: Sequence[tuple[int, bool]]) -> bool:
+        """Whether groups are larger from this step on. `groups`: of those that were trained in it, the size, and
+        whether equal rewards taught nothing although the prompt is not solved. Smaller groups of before do not count.
+        """
+        size = self.at(step)
+        equal = [unsolved for count, unsolved in groups if count >= size]
+        grows = size < self.most and 2 * sum(equal) > len(groups)
+        if grows:
+            self.grown.append(step)
+        return grows

@@ -11,7 +11,7 @@ Always true:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -19,6 +19,8 @@ from statistics import median
 from typing import Any
 
 from titan_rl.errors import NothingToTrain
+from titan_rl.metrics.metric_table import metric_of
+from titan_rl.metrics.rollout_record import Failed
 from titan_rl.scheduling.group import Batch
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import PolicyVersion
@@ -29,6 +31,10 @@ STILL = 0.98
 """Of the median loss before; between this and its inverse it stands still. A mean would take one bad batch for that."""
 FALLEN = 0.2
 """Of the first losses. A loss that stands still above has learned nothing yet: many fall late, and then fast."""
+NEWEST = 256
+"""Rollouts whose failures count: a run that has gone well for long stops soon after something breaks."""
+FEWEST = 64
+"""Rollouts before which no share of failures is taken: a few failures may be those of the first prompts alone."""
 
 
 def warm_up_is_over(losses: Sequence[float], *, enough: float, flat: int) -> str:
@@ -41,6 +47,27 @@ def warm_up_is_over(losses: Sequence[float], *, enough: float, flat: int) -> str
         before, last = median(losses[-2 * window : -window]), median(losses[-window:])
         if STILL * before < last < before / STILL and last < FALLEN * median(losses[:ENOUGH_STEPS]):
             return "it falls no more"
+    return ""
+
+
+def too_many_failures(rollouts: Sequence[Failed | None], most: float) -> str:
+    """Why a run is to stop; empty: it may go on. Each kind of failure is counted by itself: another thing has to be
+    changed for it.
+
+    Args:
+        rollouts: the newest ones of training, at most `NEWEST`, as their groups were decided; None: it did not fail.
+        most: share of the rollouts that one kind of failure may have (`rollout.failure_share`).
+    """
+    causes = Counter(filter(None, rollouts))
+    kinds = Counter(kind for kind, _ in causes.elements())
+    for kind, count in kinds.most_common(1):
+        if len(rollouts) >= FEWEST and (share := count / len(rollouts)) > most:
+            times, cause = max((times, cause) for (failure, cause), times in causes.items() if failure is kind)
+            metric = metric_of(f"rollout/failed_{kind}")
+            return (
+                f"{kind} failures: {count} of the last {len(rollouts)} rollouts ({share:.0%}), more than "
+                f"rollout.failure_share = {most:g}; {times} × {cause}; {metric.do if metric else ''}"
+            )
     return ""
 
 

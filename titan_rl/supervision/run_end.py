@@ -144,9 +144,7 @@ async def until_either(
 def announcer(say: Callable[[str], None], *, stopping: str) -> Callable[[Exception], None]:
     """Says what ends a run, each text only once. What happens next, `stopping`, follows the name of a stop signal."""
 
-    @functools.cache
-    def say_once(text: str) -> None:
-        say(text)
+    say_once = functools.cache(say)
 
     def announce(error: Exception) -> None:
         say_once(f"{error}: {stopping}" if isinstance(error, Stopped) else f"failed: {type(error).__name__}: {error}")

@@ -165,19 +165,15 @@ def _reward(run: Run) -> Iterator[Finding]:
         return
     if not sure:
         text = f"{said} The difference is within chance."
-        yield Finding(Kind.PROBLEM, "Reward is flat", text, _for_a_flat_reward(run), name)
+        others = (each.do for rule in (_learning_rate, _entropy, _no_signal) for each in rule(run))
+        small = (late(run, "train/kl_k3") or math.inf) < SMALL_KL
+        do = next(others, to_set(run, {LR: 1 / LOWER} if small else {"rollout.samples_per_group": 2}))
+        yield Finding(Kind.PROBLEM, "Reward is flat", text, do, name)
     elif after < before:
         yield Finding(Kind.PROBLEM, "Reward falls", said, to_set(run, {LR: LOWER}), name)
     elif run.summary and not _settled(run) and end and end[2] and end[1] > end[0]:
         do = f"Set --loop.steps {2 * len(rewards)}; `titan-rl train --resume RUN` takes it, too."
         yield Finding(Kind.WARNING, "It was still learning when the run ended", said, do, name)
-
-
-def _for_a_flat_reward(run: Run) -> str:
-    """What another finding says; else further steps where these are small, or more samples for what they say."""
-    others = (each.do for rule in (_learning_rate, _entropy, _no_signal) for each in rule(run))
-    small = (late(run, "train/kl_k3") or math.inf) < SMALL_KL
-    return next(others, to_set(run, {LR: 1 / LOWER} if small else {"rollout.samples_per_group": 2}))
 
 
 def _goes_too_far(run: Run) -> str:

@@ -46,7 +46,9 @@ def served_shards(model: torch.nn.Module, *, packed: bool = True) -> Iterator[Te
             if packed and name == "weight" and isinstance(compute := getattr(module, "cpu_linear", None), PackedMatrix):
                 data = compute
             if kind is VocabParallelEmbedding or kind is ParallelLMHead:
-                yield from _rows(data, name, [_vocabulary(path, module)])
+                mine = module.shard_indices
+                part = _Part(path, mine.num_org_elements, module.org_vocab_size, mine.org_vocab_start_index)
+                yield from _rows(data, name, [part])
             elif kind is QKVParallelLinear:
                 yield from _rows(data, name, _attention_heads(_part_names(path, fused), module))
             elif kind is MergedColumnParallelLinear:
@@ -111,11 +113,6 @@ def _rows(
             )
             done += rows
         start = end
-
-
-def _vocabulary(path: str, module: VocabParallelEmbedding) -> _Part:
-    indices = module.shard_indices
-    return _Part(path, indices.num_org_elements, module.org_vocab_size, indices.org_vocab_start_index)
 
 
 def _attention_heads(names: list[str], module: QKVParallelLinear) -> list[_Part]:

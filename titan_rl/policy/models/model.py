@@ -86,10 +86,6 @@ class Policy:
         return self.dims.get_mesh("tp").get_group() if self.dims.tp_enabled else None
 
     @property
-    def tensor_rank(self) -> int:
-        return self.dims.get_mesh("tp").get_local_rank() if self.dims.tp_enabled else 0
-
-    @property
     def data_rank(self) -> int:
         return torch.distributed.get_rank() // self.dims.tp
 
