@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
 from titan_rl.metrics.timeline import Pulse
 from titan_rl.rpc.mesh_client import LOOKS, until_still
 
@@ -39,4 +41,20 @@ async def test_what_moves_is_never_taken_for_hung() -> None:
     while parts.seen < 4 * LOOKS:
         await asyncio.sleep(0)
     assert not watch.done()
+    watch.cancel()
+
+
+@pytest.mark.parametrize("period", [2, 3, 5])
+async def test_parts_that_move_one_after_another_are_never_taken_for_hung(period: int) -> None:
+    looks = 0
+
+    async def pulse() -> list[Pulse]:
+        nonlocal looks
+        looks += 1
+        return [Pulse(progress=(looks + part) // period) for part in range(period)]
+
+    watch = asyncio.create_task(until_still(pulse, BOUND, every=BOUND / (4 * LOOKS)))
+    while looks < 12 * LOOKS:
+        assert not watch.done()
+        await asyncio.sleep(0)
     watch.cancel()

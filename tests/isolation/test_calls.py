@@ -220,9 +220,10 @@ async def test_a_process_that_closes_its_socket_and_goes_on_is_replaced():
         assert await outcomes(process, [1]) == {1: 1.0}
 
 
-async def test_what_user_code_started_dies_with_its_process(caplog):
+@pytest.mark.parametrize("cls", ["Unruly", "Careless"])
+async def test_what_user_code_started_dies_with_its_process(caplog, cls):
     caplog.set_level(logging.INFO)
-    async with environment(behaviour={"0": "orphan"}) as process:
+    async with environment(cls, behaviour={"0": "orphan"}) as process:
         assert "exited with code 7" in (await outcomes(process, [0]))[0]
     orphans = re.findall(r"orphan (\d+)", caplog.text)
     assert len(orphans) == 1 and ends(int(orphans[0]))

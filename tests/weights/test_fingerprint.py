@@ -165,7 +165,8 @@ def panels_of(draw: st.DrawFn, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     panels, rows, groups, width, padding = (draw(st.integers(1, top)) for top in (3, 9, 70, 3, 5))
     matrix = random_bits((panels * rows, groups * width), dtype, seed=draw(st.integers(0, 99)))
     memory = random_bits((panels, groups * rows * width + padding), dtype, seed=100)
-    packed = memory.as_strided((panels, rows, groups, width), (memory.shape[1], width, rows * width, 1))
+    inner = (width, rows * width) if draw(st.booleans()) else (groups * width, width)
+    packed = memory.as_strided((panels, rows, groups, width), (memory.shape[1], *inner, 1))
     packed.view(BITS[dtype]).copy_(matrix.view(BITS[dtype]).view(packed.shape))
     return matrix, packed
 

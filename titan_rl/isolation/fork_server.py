@@ -87,6 +87,7 @@ def _children() -> list[int]:
 def serve(worker: socket.socket, user_code: UserCode) -> None:
     """Fork whenever the worker sends the two sockets of a fork; returns when it closes."""
     reapers: set[int] = set()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whatever user code has set: reapers wait for their children, too
     gc.collect()
     gc.freeze()  # so that no collection in a fork touches, and thereby copies, the pages of existing objects
     while True:

@@ -182,7 +182,7 @@ class TrainingLoop:
         for version, holders in self.ledger.older.items():
             await self._publications.publish_again(directory, version, holders)
             if EVALUATED in holders:
-                if not self._schedule.is_evaluated(version):
+                if version.step > self._schedule.evaluated:
                     await self._versions.serve(version, alone=True)
                     async with asyncio.TaskGroup() as tasks:
                         watch = tasks.create_task(self._versions.watch())

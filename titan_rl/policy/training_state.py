@@ -35,7 +35,8 @@ class StateWriter:
         self._writing: Future[None] | None = None
 
     def begin(self, shards: Sequence[TensorShard], directory: Path) -> None:
-        """Copy this rank's shards in memory and begin to write them to `directory`."""
+        """Copy this rank's shards in memory and begin to write them to `directory`. Raises StorageError: there is no
+        room for the copy."""
         if self._writing is not None:
             wait([self._writing])  # only of a checkpoint that was given up
         shards = [shard for shard in shards if shard.counted]
@@ -44,7 +45,10 @@ class StateWriter:
         cuda = any(tensor.is_cuda for tensor in live)
         if [tensor.shape for tensor in live] != [tensor.shape for tensor in self._copies]:
             # Kept with its memory: a copy into new pages takes 2 to 3 times as long.
-            self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=cuda) for each in live]
+            try:
+                self._copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=cuda) for each in live]
+            except RuntimeError as error:
+                raise StorageError(f"no memory for a copy of the state: {error}") from error
         torch._foreach_copy_(self._copies, live, non_blocking=cuda)
         if cuda:
             torch.cuda.synchronize()

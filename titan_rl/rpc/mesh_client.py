@@ -12,10 +12,10 @@ Which peers each mesh has, `supervision/mesh_kinds.py` says.
 
 import asyncio
 import math
-import operator
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any, ParamSpec, TypeVar
 
 from titan_rl.errors import ActorGone, CallTimeout
@@ -154,19 +154,18 @@ class MeshClient:
 
 
 async def until_still(pulse: Callable[[], Awaitable[list[Pulse]]], seconds: float, *, every: float = math.inf) -> None:
-    """Return when nothing has moved for so long. `pulse`: of each part; raises if there is nothing to look at any more.
-    `every`: seconds between two looks, if these are more than `LOOKS` looks within the bound."""
+    """Return when one part has not moved for so long. `pulse`: of each part; raises if there is nothing to look at any
+    more. `every`: seconds between two looks, if these are more than `LOOKS` looks within the bound."""
     most = seconds / LOOKS
-    before: list[int] = []
-    still, looked = 0.0, time.monotonic()
-    while still < seconds - most:
-        now: list[int] = []
+    now: list[int] = []
+    still, looked = [0.0], time.monotonic()  # of each part, for how long; parts do not move in the same second
+    while max(still) < seconds - most:
+        before = now
         with suppress(TimeoutError, CallTimeout):
             async with asyncio.timeout(most):
                 now = [part.progress for part in await pulse()]
-        moved = bool(now) and all(map(operator.ne, now, before))
         since, looked = looked, time.monotonic()
-        still = 0.0 if moved else still + min(looked - since, most)
-        if now:
-            before = now
+        more = min(looked - since, most)
+        still = [long + more if new == old else 0.0 for new, old, long in zip_longest(now, before, still)]
+        if now is not before:
             await asyncio.sleep(min(every, most))

@@ -80,7 +80,7 @@ class Schedule:
         self._buffer = buffer
         self._every = every
         self._due: deque[PolicyVersion] = deque()  # to be evaluated
-        self._evaluated = -1  # the newest step whose evaluation is over
+        self.evaluated = -1  # the newest step whose evaluation is over
         self.steps = steps
         """As they were asked for."""
         self.last = self._admitted = steps
@@ -88,7 +88,7 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; no evaluation that is under way, which begins again."""
-        names = ("steps", "last", "_admitted", "_evaluated")
+        names = ("steps", "last", "_admitted", "evaluated")
         return {name.removeprefix("_"): getattr(self, name) for name in names}
 
     @classmethod
@@ -96,7 +96,7 @@ class Schedule:
         """`change_settings` follows."""
         schedule = cls(buffer, steps=state["steps"], every=0)
         schedule.last, schedule._admitted = state["last"], state["admitted"]
-        schedule._evaluated = state["evaluated"]
+        schedule.evaluated = state["evaluated"]
         return schedule
 
     # Generation and training.
@@ -129,7 +129,7 @@ class Schedule:
 
     def is_due(self, version: PolicyVersion) -> bool:
         rhythm = version.step in (0, self.last) or bool(self._every and version.step % self._every == 0)
-        return rhythm and version.step > self._evaluated
+        return rhythm and version.step > self.evaluated
 
     def make_due(self, version: PolicyVersion) -> None:
         self._due.append(version)
@@ -140,14 +140,10 @@ class Schedule:
 
     def evaluated(self, version: PolicyVersion) -> None:
         """The evaluation of `version` is over, however it ended."""
-        self._evaluated = version.step
+        self.evaluated = version.step
 
     def all_evaluated(self) -> bool:
-        return not self._due and self._evaluated >= self.last
-
-    def is_evaluated(self, version: PolicyVersion) -> bool:
-        """Whether an evaluation of this version or a later one is over."""
-        return version.step <= self._evaluated
+        return not self._due and self.evaluated >= self.last
 
     # The end.
 
@@ -162,7 +158,7 @@ class Schedule:
         """End after this step, and evaluate nothing until then. Groups are admitted as if the run went on, because what
         was admitted before a group decides which version plays it."""
         self._due.clear()
-        self.last = self._evaluated = step
+        self.last = self.evaluated = step
 
     def all_done(self) -> bool:
         return self.all_trained() and self.all_published() and self.all_evaluated()

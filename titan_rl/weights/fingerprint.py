@@ -133,7 +133,7 @@ def _sum_on_host(panels: Tensor, row: int, column: int, blocks: int) -> int:
     words = even and width == panels.itemsize == 2
     for each in range(width):
         part = panels.view(torch.int32)[..., 0] if words else panels[..., each]
-        if 1 not in part.stride()[1:]:
+        if part.stride(1) != 1 and (part.stride(2), width) != (1, 1):
             part = part.transpose(1, 2).contiguous().transpose(1, 2)
         span = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
         memory = part.as_strided((span,), (1,)).numpy()
@@ -170,8 +170,8 @@ def compiled_sum() -> Callable[..., int]:
 def _sum(  # type: ignore[no-untyped-def]
     memory, shift, panels, rows, groups, panel_step, row_step, group_step, row, column, width, blocks
 ):
-    """Groups are `width` columns apart. `row_step` is 1, or `group_step` is. `shift`: of a word, to the half of it that
-    is the element; None: words are elements."""
+    """Groups are `width` columns apart. `row_step` is 1, or `group_step` and `width` are. `shift`: of a word, to the
+    half of it that is the element; None: words are elements."""
     total = np.int64(0)
     row_keys, place_keys = np.empty(rows, np.int64), np.empty(BLOCK, np.int64)
     for place in range(BLOCK):

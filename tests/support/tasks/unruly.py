@@ -202,6 +202,14 @@ class Counted(Unruly):
             print(os.getpid(), file=file)
 
 
+class Careless(Unruly):
+    """Nobody is to be told of the end of children."""
+
+    def __init__(self, **options):
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        super().__init__(**options)
+
+
 class UnrulyAsync(Unruly):
     def rubric(self):
         return Rubric(obedient_async)

@@ -26,6 +26,7 @@ def load_kernels() -> None:
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()
+    torch.cpu._init_amx()  # the kernel of attention uses it without asking for leave
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -43,7 +43,7 @@ def make_bitwise(model: Any, config: TrainerConfig) -> None:
             module.forward = partial(_rotary, stock, _cosines(module).to(getattr(torch, config.dtype)))
         elif isinstance(module, VarlenAttention):
             module.forward = partial(_attention, stock)
-        elif isinstance(module, Linear) and module is not model.lm_head:
+        elif isinstance(module, Linear) and module is not model.lm_head and module.bias is None:
             # engines halve the layers that tensor-parallel ranks would sum over
             product = rows.halved_linear if name.endswith((".wo", ".w2")) else rows.row_linear
             module.forward = partial(_linear, module, product)
