@@ -10,8 +10,10 @@ from titan_rl.view.timelines import Process, accounts, read_processes
 NAMED_SHARE = 0.99
 CLOCKS = 0.001
 """Seconds that the times of day of two processes may differ by."""
-DIFFERENCE = 0.02
-"""Largest difference of an idle share between timeline and metrics."""
+LOOK = 1.5
+"""Seconds from the look at a mesh that its idle share is from to the end of a step, at most."""
+FEWEST = 3
+"""Looks within a run below which its idle shares say nothing."""
 
 
 def assert_timeline_is_whole(run: Path) -> None:
@@ -29,15 +31,20 @@ def assert_timeline_is_whole(run: Path) -> None:
     assert {"events", "rollout"} <= names(processes, "rollout0")
 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    told = [idle for line in lines if (idle := {key[5:]: line[key] for key in line if key.startswith("idle/")})]
-    polls = [span.began + span.seconds / 2 for span in controller.others if span.lane == "poll"]
-    assert len(polls) - 2 <= len(told) < len(polls)  # the first poll has none before it, the last may end after the run
-    polls = polls[: len(told) + 1]
-    seconds = [after - before for before, after in zip(polls, polls[1:], strict=False)]
-    for account in accounts(processes, (polls[0], polls[-1])) if told else ():  # a slow poll is the last for a while
-        if account.mesh in told[0]:
-            shares = (idle[account.mesh] * lasted for idle, lasted in zip(told, seconds, strict=True))
-            assert abs(sum(shares) / sum(seconds) - account.idle) <= DIFFERENCE, account
+    told = {
+        line["step"]: idle
+        for line in lines
+        if (idle := {key.removeprefix("idle/"): line[key] for key in line if key.startswith("idle/")})
+    }
+    trained = {span.ids["step"]: span.ended for span in controller.others if span.name == "train"}
+    ends = [trained[step] for step in told]
+    if (whole := ends[-1] - ends[0] if ends else 0.0) < FEWEST * LOOK:
+        return
+    (first, *later), seconds = told.values(), [after - before for before, after in zip(ends, ends[1:], strict=False)]
+    for account in accounts(processes, (ends[0], ends[-1])):
+        if account.mesh in first:
+            shares = (idle[account.mesh] * lasted for idle, lasted in zip(later, seconds, strict=True))
+            assert abs(sum(shares) / whole - account.idle) <= LOOK / whole, account
 
 
 def names(processes: list[Process], mesh: str) -> set[str]:

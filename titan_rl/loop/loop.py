@@ -332,7 +332,7 @@ class TrainingLoop:
         with self._activity("evaluate", version=version):
             evaluation = await evaluate(self._system, version)
         self.records.evaluation(evaluation)
-        self._schedule.evaluated(version)
+        self._schedule.evaluated = version.step
 
     async def _publish(self, *, first: bool = False) -> None:
         """Publish the trainer's weights, bring every generator to them, free the previous publication.

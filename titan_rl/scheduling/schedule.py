@@ -80,7 +80,8 @@ class Schedule:
         self._buffer = buffer
         self._every = every
         self._due: deque[PolicyVersion] = deque()  # to be evaluated
-        self.evaluated = -1  # the newest step whose evaluation is over
+        self.evaluated = -1
+        """The newest step whose evaluation is over, however it ended."""
         self.steps = steps
         """As they were asked for."""
         self.last = self._admitted = steps
@@ -137,10 +138,6 @@ class Schedule:
     def next_due(self) -> PolicyVersion | None:
         """The version to evaluate next. It leaves the queue."""
         return self._due.popleft() if self._due else None
-
-    def evaluated(self, version: PolicyVersion) -> None:
-        """The evaluation of `version` is over, however it ended."""
-        self.evaluated = version.step
 
     def all_evaluated(self) -> bool:
         return not self._due and self.evaluated >= self.last
