@@ -163,6 +163,12 @@ def test_a_state_that_cannot_be_written_or_read_is_an_error_of_ours(tmp_path):
         read_state(shards(a=torch.ones(4)), tmp_path / "state")
 
 
+def test_a_state_without_room_for_its_copy_is_an_error_of_ours(tmp_path):
+    memory = torch.empty(1).expand(1 << 50)  # more than there is address space for
+    with pytest.raises(StorageError, match="no memory for a copy of the state"):
+        StateWriter(0).begin([TensorShard.whole("a", memory)], tmp_path)
+
+
 def test_a_state_that_lacks_a_ranks_part_is_refused(tmp_path):
     """One of two ranks wrote its half."""
     half = TensorShard(name="model.a", data=torch.ones(2, 3), global_shape=(4, 3), offset=(2, 0))
