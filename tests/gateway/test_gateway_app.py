@@ -104,6 +104,24 @@ async def test_a_failure_after_the_first_tokens_is_an_event_before_the_streams_e
     assert end == "[DONE]"
 
 
+async def test_tokens_that_come_while_a_request_is_given_up_are_not_part_of_its_answer(renderer):
+    class Late(PlayedFleet):
+        async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
+            pieces: list[Piece] = []
+            await super().stream(request, pieces.append)
+            on_piece(pieces[0])
+            try:
+                return await asyncio.get_running_loop().create_future()
+            finally:
+                on_piece(pieces[1])
+
+    answer = await complete(Late(), renderer, stream=True, stop="0")
+    *told, end = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    assert end == "[DONE]"
+    assert [json.loads(each)["choices"][0]["finish_reason"] for each in told][-1:] == ["stop"]
+    assert sum(bool(json.loads(each)["choices"][0]["finish_reason"]) for each in told) == 1
+
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 

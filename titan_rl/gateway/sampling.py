@@ -146,8 +146,8 @@ class SampleStream:
 
     async def end(self, index: int) -> None:
         """Nothing more is wanted of this request."""
-        self._waiting.pop(index, None)
         await _cancel([self._tasks[index]])
+        self._waiting.pop(index, None)  # pieces came until it was over
 
     async def aclose(self) -> None:
         self._ended.remove_done_callback(self._wake)

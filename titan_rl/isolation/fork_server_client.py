@@ -47,7 +47,7 @@ second or two: so the last of them is made well within `KILL_SECONDS`, and their
 REAP_SECONDS = 10.0
 """How long the kernel may take to end a killed process."""
 DRAIN_SECONDS = 2.0
-"""How long to wait for remaining output if another process holds the other end open."""
+"""How long to wait for the rest of an end: of output, or for the process to be gone that has closed its socket."""
 
 logger = logging.getLogger(__name__)
 
@@ -266,8 +266,12 @@ class ForkServerClient:
             if not data:
                 raise ConnectionError("closed")
         answering.add(self._pidfd)
-        self._loop.add_reader(self._socket, self._close)  # from now on it says nothing: it has closed its end
+        self._loop.add_reader(self._socket, self._hung_up)  # from now on it says nothing
         return results[0]
+
+    def _hung_up(self) -> None:
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(DRAIN_SECONDS, self._close)  # sooner where it has ended, which says how
 
     def _close(self) -> None:
         """From now on the fork server ends after all its forks, if it does not do so already."""
