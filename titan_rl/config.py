@@ -1,7 +1,7 @@
 """The run config: it composes the component configs and checks what no component can check alone.
 
-Where a field belongs to a component, its config lives beside that component. Whoever makes a `RunConfig`, by whatever
-means, gets one whose values have the types and bounds of their fields.
+Where fields belong to a component, its config lives beside that component, unless it is one field. Whoever makes a
+`RunConfig`, by whatever means, gets one whose values have the types and bounds of their fields.
 """
 
 from dataclasses import dataclass, field, replace

@@ -275,9 +275,8 @@ class MessageRenderer(Renderer):
         return () if isinstance(first, Message) else first
 
     def _id(self, said: Message | tuple[ToolSpec, ...]) -> int:
-        number = (
-            int.from_bytes(hashlib.blake2b(repr(said).encode(errors="replace"), digest_size=4).digest()) % MOST_MESSAGES
-        )
+        digest = hashlib.blake2b(repr(said).encode(errors="replace"), digest_size=4).digest()
+        number = int.from_bytes(digest) % MOST_MESSAGES
         # `setdefault`, because a gateway renders in a thread of its own; an id that is taken has to give way
         while number == END or self._said.setdefault(number, said) != said:
             number = (number + 1) % MOST_MESSAGES

@@ -256,7 +256,7 @@ Pulses = dict[str, list[Pulse]]
 
 
 def idle_shares(before: Pulses, after: Pulses) -> dict[str, float]:
-    """`idle/MESH`: the share of the time between two polls in which its ranks waited."""
+    """`idle/MESH`: the share of the time between two looks in which its ranks waited."""
     shares: dict[str, float] = {}
     for mesh, ranks in after.items():
         pairs = [(old.uptime, new.uptime) for old, new in zip(before.get(mesh, ()), ranks, strict=False)]
