@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from mortal_fleet import SECONDS, MortalFleet, has_its_tokens, mortal_fleet, request
+from support.processes import halt
 
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.errors import ActorGone
@@ -44,7 +45,7 @@ async def test_a_generator_that_is_stopped_keeps_its_requests_until_it_goes_on_o
     calls = [asyncio.create_task(fleet.router.generate(request(next(_numbers)))) for _ in range(CLIENTS)]
     while not all(each.in_flight for each in await fleet.router.fleet_status()):
         pass  # each look is a round trip
-    os.kill(fleet.pids["generator0"], signal.SIGSTOP)
+    halt(fleet.pids["generator0"])
     async with asyncio.timeout(SECONDS):
         while sum(each.in_flight for each in (await fleet.router.fleet_status())[1:]):
             pass

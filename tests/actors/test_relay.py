@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from relay_hosts import SECONDS, TRAINER, RelayHosts
 from spied_relay import CHUNKS, SpiedRelay
+from support.processes import halt
 
 from titan_rl.actors.generator import Generator, GeneratorClient
 from titan_rl.actors.relay import READS, WeightRelay
@@ -171,9 +172,8 @@ async def test_behind_a_stopped_parent_the_weights_come_from_the_trainers_host(h
     publication, stopped, behind = hosts.publish(14), "b", ["c", "d", "e"]
     for host in behind:
         await hosts.call(host, SpiedRelay.be_patient, 1, 1 << 10)
-    os.kill(hosts.pids[stopped], signal.SIGSTOP)
+    halt(hosts.pids[stopped])
     try:
-        # not 30 s, which were too few once: a relay did not answer while it made its memory known to Monarch
         await asyncio.gather(*(hosts.bring(host, publication) for host in behind))
     finally:
         os.kill(hosts.pids[stopped], signal.SIGCONT)

@@ -18,6 +18,7 @@ import pytest
 import pytest_asyncio
 from scripted_router import VERSION, ScriptedRouter
 from support.meshes import mesh_plan
+from support.processes import halt
 
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.actors.rollouts import RolloutWorkerClient, RolloutWorkers
@@ -196,7 +197,7 @@ async def test_a_play_whose_caller_is_cancelled_leaves_nothing(up: Workers) -> N
 
 async def test_a_worker_that_is_stopped_while_answers_come_to_it_reports_when_it_goes_on(up: Workers) -> None:
     plays = await up.begin([62, 63])  # one on each
-    os.kill(up.pids[0], signal.SIGSTOP)
+    halt(up.pids[0])
     await up.route("let_go")
     await asyncio.wait(plays, timeout=SECONDS, return_when=asyncio.FIRST_COMPLETED)
     assert sum(play.done() for play in plays) == 1

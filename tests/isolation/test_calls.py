@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.processes import ends
+from support.processes import ends, halt
 from support.rollouts import UNRULY
 
 from titan_rl.environments.rubric import Transcript
@@ -177,7 +177,7 @@ async def test_a_fork_server_that_does_not_answer_is_replaced(heard, monkeypatch
         waiting = asyncio.ensure_future(process.call(score(0)))
         await heard.numbers("hanging")
         host = process.pid
-        os.kill(host, signal.SIGSTOP)
+        halt(host)
         with pytest.raises(TaskTimeout, match="did not finish within 2 s"):
             await waiting
         assert await outcomes(process, [1]) == {1: 1.0}
@@ -190,7 +190,7 @@ async def test_a_fork_server_that_closes_its_socket_and_goes_on_is_replaced(hear
         waiting = asyncio.ensure_future(process.call(score(0)))
         await heard.numbers("hanging")
         host = process.pid
-        os.kill(host, signal.SIGSTOP)
+        halt(host)
         process._server._socket.shutdown(socket.SHUT_RDWR)
         with pytest.raises(ActorGone, match="score of train prompt 0"):
             await waiting

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from support.processes import descendants, ends
+from support.processes import descendants, ends, halt
 from support.rollouts import TASKS
 
 from titan_rl.errors import ActorGone, TaskError
@@ -128,7 +128,7 @@ async def test_hundreds_of_plays_wait_for_their_start_and_no_kill_of_theirs_is_l
             await heard.times("resting", count)
         family = descendants(host)
         assert len(family) == 2 * count and not any(play.done() for play in playing)
-        os.kill(host, signal.SIGSTOP)
+        halt(host)
         for play in playing:
             play.cancel()
         await asyncio.wait(playing)

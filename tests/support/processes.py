@@ -5,6 +5,8 @@ import logging
 import os
 import re
 import select
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,21 @@ def descendants(pid: int) -> list[int]:
     """Of a process, the youngest last."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [each for child in children for each in (child, *descendants(child))]
+
+
+def halt(pid: int) -> None:
+    """Send SIGSTOP, and return when every thread stands still: on a busy machine they go on for a while."""
+    os.kill(pid, signal.SIGSTOP)
+    while not _stands(pid):
+        time.sleep(0.001)
+
+
+def _stands(pid: int) -> bool:
+    try:
+        stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    except (FileNotFoundError, ProcessLookupError):  # a thread has ended meanwhile
+        return False
+    return all(stat.rpartition(") ")[2][0] in "TtZX" for stat in stats)
 
 
 class Heard(logging.Handler):
