@@ -388,7 +388,7 @@ async def test_a_client_that_reads_nothing_is_cut_off(renderer, monkeypatch):
             async with asyncio.timeout(60):
                 with pytest.raises(ConnectionError):
                     while True:
-                        calls = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n" * 100
+                        calls = b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 100
                         await asyncio.get_running_loop().sock_sendall(client, calls)
         finally:
             await server.close()

@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_rl.playing.evaluate import difference, mean, pass_at_k, share
@@ -47,6 +47,7 @@ def test_wilsons_interval_is_that_of_the_literature():
     assert [round(bound, 4) for bound in share(0, 20)] == [0, 0, 0.1611]
 
 
+@settings(max_examples=20)  # each draws ten thousand means
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=30))
 def test_a_bootstrap_is_the_same_again_and_holds_its_mean(values):
     estimate = mean(values)

@@ -52,7 +52,7 @@ LAYOUTS = [*REFERENCE_LAYOUTS, (2, 2)]
 IN_REWARD = " in reward"
 ESTIMATES = [(1, 1, "k1"), (1, 1, "k2"), *((*layout, "k3") for layout in REFERENCE_LAYOUTS)]
 ESTIMATES[:0] = [(1, 1, "k1" + IN_REWARD), (2, 1, "k3" + IN_REWARD)]
-LEFT_OUT = [("reference", 1, 2), *((what, *layout) for what in ("warm-up", "pairs") for layout in ((2, 1), (1, 2)))]
+LEFT_OUT = [("reference", 1, 2), ("warm-up", 2, 1), ("warm-up", 1, 2), *(("pairs", *each) for each in LAYOUTS[1:])]
 """By CI; (2, 2) goes both ways."""
 reference_layouts = pytest.mark.parametrize("layout", cells(REFERENCE_LAYOUTS, ci=[(1, 1), (2, 1)]), ids=str)
 layouts = pytest.mark.parametrize("layout", cells(LAYOUTS, ci=[(1, 1), (2, 2)]), ids=str)
@@ -307,7 +307,7 @@ def test_the_warm_up_is_adamw_on_the_cross_entropy_of_the_responses(results, pat
     assert all(rank["steps"] == ranks[0]["steps"] for rank in ranks)
 
 
-@layouts
+@pytest.mark.parametrize("layout", cells(LAYOUTS, ci=[(1, 1)]), ids=str)
 def test_a_warm_up_on_pairs_is_adamw_on_the_loss_of_direct_preference_optimization(results, paths, layout):
     """-log sigmoid(beta ((log pi - log pi_ref)(chosen) - (log pi - log pi_ref)(rejected))), in the mean over pairs."""
     ranks = results["pairs", *layout]
