@@ -5,6 +5,7 @@ Where fields belong to a component, its config lives beside that component, unle
 """
 
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Literal
 
 from titan_rl.bounds import Count, CountOrZero, Positive, Seed, Share, TwoOrMore
@@ -255,6 +256,13 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
+
+    @property
+    def user_modules(self) -> tuple[str, ...]:
+        """Files and modules with the user's code. Every process imports them first."""
+        named = (self.recipe, self.policy.family, *attrgetter(*CLASS_SETTINGS)(self))
+        modules = dict.fromkeys(name.rpartition(":")[0] for name in named)
+        return tuple(module for module in modules if module and module.split(".")[0] != "titan_rl")
 
     def staleness_limits(self) -> StalenessLimits:
         """How groups are scheduled. A deterministic run trains them in order, whatever `loop.window` says."""

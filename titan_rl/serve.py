@@ -51,7 +51,7 @@ def _act(command: Command, prog: str) -> int:
     if not command.recipe and not any(key.startswith("policy.") for key in command.given):
         raise ConfigError("name what to serve: --policy.path DIR, or --recipe NAME for the policy of a recipe")
     command.recipe = command.recipe or CHECKPOINT_RECIPE
-    config, imports = train.apply_command(_with_gateway(train.recipe_of(command)), command)
+    config = train.apply_command(_with_gateway(train.recipe_of(command)), command)
     if command.recipe == CHECKPOINT_RECIPE and "generator.max_model_len" not in command.given:
         config = with_checkpoint_length(config)
     if "gateway.model" not in command.given:
@@ -67,7 +67,7 @@ def _act(command: Command, prog: str) -> int:
     train.become_controller()
     from titan_rl.run.run import run_service
 
-    return run_service(config, config.gateway, imports)
+    return run_service(config, config.gateway)
 
 
 VERB = Verb(

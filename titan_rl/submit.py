@@ -222,7 +222,7 @@ def _submit(command: Command, words: Sequence[str], kind: type[SlurmConfig | Kub
     asked = train.VERB.read(words)
     if taken := sorted(_OF_THE_JOB & {*asked.flags, *asked.values, *asked.given}):
         raise ConfigError(f"after --, leave out {', '.join(taken)}: the job decides that by itself")
-    config, _ = train.resolve(asked)
+    config = train.resolve(asked)
     name = f"{job.name or config.logging.name or config.recipe.rpartition(':')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
     shape = shape_of(config)
     taken_there = sum(shared_memory(config, shape).values()) if shape is not None else 0.0

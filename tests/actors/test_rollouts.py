@@ -106,7 +106,7 @@ async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIter
 
         def spawn(worker: int) -> Any:
             plan = mesh_plan(f"rollout{next(serial)}", beside=__file__)
-            settings = {"mesh": f"rollout{worker}", "model_path": str(model_path), "imports": ()}
+            settings = {"mesh": f"rollout{worker}", "model_path": str(model_path)}
             return provisioner.spawn(plan).spawn("rollout", RolloutWorker, config, **settings)[0]
 
         up = Workers(spawn, router)

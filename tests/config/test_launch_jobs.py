@@ -64,7 +64,7 @@ def test_every_node_starts_a_run_that_goes_on_in_the_directory_of_the_job(kind: 
     assert all(name in text for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TITAN_RL_NODES"))
     command = VERB.read(START.command("python")[3:])
     assert command.values["--resume"] == "auto" and "placement.trusted_network" in command.given
-    config, _ = resolve(command)
+    config = resolve(command)
     assert config.logging.directory == str(START.directory) and config.loop.steps == 7
 
 

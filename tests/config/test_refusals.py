@@ -257,7 +257,7 @@ def checkpoint(directory: Path, **changes: object) -> Path:
 def test_a_local_checkpoint_directory_is_accepted(tmp_path, started):
     directory = checkpoint(tmp_path / "model")
     assert train.main(["--recipe", "copy4", "--policy.path", str(directory)]) == 0
-    assert started[0][0].policy.path == str(directory)
+    assert started[0].policy.path == str(directory)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from titan_rl.run.runs import CLOSE, MAY_CHANGE, begun, check_differences, diffe
 
 
 def config(*arguments: str) -> RunConfig:
-    return train.resolve(train.VERB.read(["--recipe", "copy4", *arguments]))[0]
+    return train.resolve(train.VERB.read(["--recipe", "copy4", *arguments]))
 
 
 def make_run(directory: Path, *arguments: str, steps: tuple[int, ...] = (), done: bool = False, at: int = 0) -> Path:
@@ -58,7 +58,7 @@ def test_a_run_directory_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> N
 def test_an_empty_table_of_a_group_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "it.toml"
     file.write_text('recipe = "copy4"\n[policy]\n[policy.tiny]\n')
-    assert train.resolve(train.VERB.read(["--config", str(file)]))[0].policy == copy4().policy
+    assert train.resolve(train.VERB.read(["--config", str(file)])).policy == copy4().policy
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:

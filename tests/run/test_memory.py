@@ -30,7 +30,7 @@ TRACKED = {
 
 
 def recipe(name: str):
-    return train.resolve(train.VERB.read(["--config", str(ROOT / "rl_configs" / f"{name}.toml")]))[0]
+    return train.resolve(train.VERB.read(["--config", str(ROOT / "rl_configs" / f"{name}.toml")]))
 
 
 @pytest.mark.parametrize("case", TRACKED)

@@ -43,7 +43,6 @@ class Task(NamedTuple):
     """What is played on this host, with which settings."""
 
     config: RunConfig
-    imports: tuple[str, ...] = ()
     given: frozenset[str] = frozenset()
     """Settings that the user named."""
 
@@ -59,9 +58,9 @@ def read_task(command: Command, run: Path | None, *, remedy: str) -> Task:
         if "environment.name" not in command.given:
             raise ConfigError(remedy)
         command.recipe = BARE
-    config, imports = train.resolve(command)
+    config = train.resolve(command)
     here = PlacementConfig(device=config.placement.device, threads=config.placement.threads)
-    return Task(replace(config, placement=here), imports, frozenset(command.given))
+    return Task(replace(config, placement=here), frozenset(command.given))
 
 
 def run_of(path: Path) -> Path | None:
@@ -106,8 +105,7 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
         problems = check_run(config, detect_host(), gateway)
         if refusals := [str(each) for each in problems if not isinstance(each, ConfigWarning)]:
             raise ConfigError("; ".join(refusals))
-        wanted: Options = {**options, "imports": task.imports}
-        async with bring_up(config, gateway, **wanted) as up:
+        async with bring_up(config, gateway, **options) as up:
 
             async def generate(request: GenerationRequest) -> Completion:
                 try:
@@ -115,7 +113,7 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
                 except RequestLost as error:
                     raise ActorGone(str(error)) from error
 
-            runner = GroupRunner(config, model_path=str(directory), imports=task.imports)
+            runner = GroupRunner(config, model_path=str(directory))
             try:
                 sessions = RolloutGatewayClient(up.gateway.actor)
                 yield Player(config, runner, await runner.start(sessions), generate)

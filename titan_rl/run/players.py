@@ -86,9 +86,7 @@ class Player:
 
 
 @asynccontextmanager
-async def message_player(
-    config: RunConfig, imports: tuple[str, ...], next_message: NextMessage
-) -> AsyncIterator[Player]:
+async def message_player(config: RunConfig, next_message: NextMessage) -> AsyncIterator[Player]:
     """The task, played by a policy that answers in messages. Loads neither torch nor Monarch. Raises ConfigError,
     TaskError: the environment cannot be made."""
     policy, sessions = MessagePolicy(next_message), None
@@ -103,7 +101,7 @@ async def message_player(
             server = GatewayServer(gateway, policy, served_policy, run_seed=config.seed)
             closing.push_async_callback(server.close)
             sessions = server.rollout_keys
-        runner = GroupRunner(config, model_path="", imports=imports)
+        runner = GroupRunner(config, model_path="")
         closing.push_async_callback(runner.close)
         info = await runner.start(sessions, renderer=policy.renderer)
         yield Player(config, runner, info, policy.generate)

@@ -49,9 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 @lasting_output()
-def run(
-    config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None = None, *, replay_until: int = 0
-) -> int:
+def run(config: RunConfig, resume: Resume | None = None, *, replay_until: int = 0) -> int:
     """Do the whole run, or the rest of one; returns the exit code. `replay_until`: do again what was done, and end
     after this step; 0: go on. Raises ConfigError: none of its checkpoints can be read. Nothing of it was changed."""
     started = time.monotonic()
@@ -69,7 +67,7 @@ def run(
         elif checkpoint is None:
             say("there is no checkpoint yet: the run starts over")
         training = Training(config, directory, checkpoint, console, replay_until=replay_until)
-        loop = await training.run(imports, run_end)
+        loop = await training.run(run_end)
         if replay_until:
             return EXIT_OK, f"has played step {replay_until}"
         ended = _conclude(config, loop, directory, console, started)
@@ -91,13 +89,12 @@ def run(
     return code
 
 
-def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
+def run_service(config: RunConfig, gateway: GatewayConfig) -> int:
     """Serve until a signal; returns the exit code."""
     say = partial(print, flush=True)
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
-        wanted: Options = {**options, "imports": imports}
-        async with bring_up(config, gateway, **wanted) as up:
+        async with bring_up(config, gateway, **options) as up:
             key = "with the API key" if gateway.api_key else "without an API key"
             say(f"serving {gateway.model} at {up.gateway.url}/v1, {key}; Ctrl-C stops it")
             await asyncio.Event().wait()

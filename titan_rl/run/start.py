@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    imports: tuple[str, ...]
-    """Files or modules of the user, imported first in every process."""
     log_directory: Path | None
     """One log file per process goes here; None, the default: processes print to the terminal."""
     run_end: RunEnd
@@ -82,7 +80,7 @@ async def bring_up(
         config = dataclasses.replace(config, router=dataclasses.replace(config.router, resume=False))
 
     async def check(host: Host) -> None:
-        await host.require_same(tiny_policy(config), meshes.table.model_path, options.get("imports", ()))
+        await host.require_same(tiny_policy(config), meshes.table.model_path, config.user_modules)
         placement = meshes.table.placement
         assert placement is not None
         if run_directory and "trainer" in placement.names and host.name in placement.mesh("trainer").hosts:

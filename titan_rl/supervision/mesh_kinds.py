@@ -36,8 +36,6 @@ class MeshTable:
     """Settings of the gateway, if there is one."""
     model_path: Path
     """Hugging Face directory that trainer and generators load."""
-    imports: tuple[str, ...]
-    """The user's modules."""
     report: Callable[[TitanError], None]
     """Called with the fault of a mesh that hangs."""
     say: Callable[[str], None]
@@ -263,7 +261,7 @@ class RolloutKind(MeshKind):
         return next(worker for worker in self.table.rollouts.workers if worker.name == plan.name)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {**super().arguments(mesh), "mesh": mesh.name, "imports": self.table.imports}
+        return {**super().arguments(mesh), "mesh": mesh.name}
 
 
 KINDS: dict[Kind, type[MeshKind]] = {

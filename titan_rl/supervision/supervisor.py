@@ -66,7 +66,6 @@ class Supervisor:
         *,
         gateway: GatewayConfig,
         serving: bool = False,
-        imports: tuple[str, ...] = (),
         log_directory: Path | None = None,
         run_end: RunEnd | None = None,
         on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
@@ -78,7 +77,7 @@ class Supervisor:
         self.say, self._on_mesh = say, on_mesh
         self.provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
-            imports=imports,
+            imports=config.user_modules,
             spans=config.logging.spans and not serving,
             on_fault=self.report,
             stage=functools.partial(fork_stages, config),
@@ -88,7 +87,6 @@ class Supervisor:
             config=config,
             gateway=gateway,
             model_path=model_directory(config),
-            imports=imports,
             report=self.report,
             say=say,
             rollouts=RolloutWorkers(
