@@ -289,11 +289,11 @@ def problems(config: RunConfig) -> list[ConfigError]:
     return problems + [each for each in check_task(config) if str(each) not in map(str, problems)]
 
 
-def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
+def show(config: RunConfig, host: HostFacts) -> int:
     """Print the config as TOML and the placement as comments below it. Returns the exit code: 2 if the run needs CUDA
     devices that this host has not, and no other host is named."""
-    hosts = assumed_hosts(config, with_devices(host, config, serving=serving))
-    placement = plan(config, *hosts, serving=serving)
+    hosts = assumed_hosts(config, with_devices(host, config))
+    placement = plan(config, *hosts)
     print(to_toml(config))
     lines, shape = describe(placement, *hosts), shape_of(config)
     if placement.device == "cuda" and shape is not None:

@@ -94,7 +94,7 @@ def test_auto_passes_over_a_run_of_which_no_checkpoint_can_be_read(tmp_path: Pat
     make_run(tmp_path / "newer", *runs, steps=(2,), at=2)  # its ledger is no pickle
     make_run(tmp_path / "older", *runs, at=1)
     command = train.VERB.read(["--recipe", "copy4", *runs, "--resume", "auto"])
-    resume = train._what_to_run(command, "titan-rl train")[2]
+    resume = train._what_to_run(command, "titan-rl train")[1]
     assert resume is not None and resume.run == tmp_path / "older"
     assert "newer is passed over: " in capsys.readouterr().err
 

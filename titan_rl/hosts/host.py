@@ -27,12 +27,12 @@ from typing import Any
 from monarch.actor import attach_to_workers, shutdown_context, this_host
 from monarch.rdma import is_ibverbs_available
 
+from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
 from titan_rl.metrics.timeline import Pulse
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy, model_directory, tiny_policy
 from titan_rl.rpc.connection import Connection, bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_server import Stage
@@ -146,16 +146,8 @@ class Host:
         """The run does not need the host any more; its meshes are stopped. Never raises."""
         self._watch.close()
 
-    async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
-        """Raises ConfigError unless the policy and the user's modules are there as they are on the controller's host.
-        `tiny`: of the policy, if it is a tiny one, which is made there."""
-
     async def require_sees(self, run_directory: Path) -> None:
         """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""
-
-    async def try_rdma(self, say: Callable[[str], None]) -> None:
-        """Read from its memory by RDMA, where both hosts have it: Monarch itself does not go back to TCP. If that
-        fails, what is spawned there from now on uses TCP."""
 
 
 class AttachedHost(Host):
@@ -223,6 +215,8 @@ class AttachedHost(Host):
             self._shipping = asyncio.ensure_future(self._ship_logs())
 
     async def try_rdma(self, say: Callable[[str], None]) -> None:
+        """Read from its memory by RDMA, where both hosts have it: Monarch itself does not go back to TCP. If that
+        fails, what is spawned there from now on uses TCP."""
         if not is_ibverbs_available():
             return
         try:
@@ -249,10 +243,13 @@ class AttachedHost(Host):
     async def remove_segments(self, channel: str) -> None:
         await self._ask(HostAgent.run, functools.partial(remove_segments_of, self.owner, channel=channel))
 
-    async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
-        if tiny is not None:
+    async def require_same(self, config: RunConfig) -> None:
+        """Raises ConfigError unless the policy and the user's modules are there as they are on the controller's host. A
+        tiny policy is made there."""
+        model_path = model_directory(config)
+        if (tiny := tiny_policy(config)) is not None:
             await self._call(HostAgent.run, make_tiny_policy, tiny, model_path.parent)
-        for what in (str(model_path), *imports):
+        for what in (str(model_path), *config.user_modules):
             here, there = await asyncio.to_thread(digest_of, what), await self._call(HostAgent.run, digest_of, what)
             if not there:
                 raise ConfigError(f"{self.label} has no {what}: put it there, at the same path")

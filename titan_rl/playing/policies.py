@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titan_rl import serve, train
-from titan_rl.config import PlacementConfig, RunConfig
+from titan_rl.config import PlacementConfig, RunConfig, ServeConfig
 from titan_rl.directories import CONFIG
 from titan_rl.errors import ActorGone, ConfigError, ConfigWarning, RequestLost
 from titan_rl.export import export_weights
@@ -97,15 +97,15 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
     from titan_rl.actors.gateway import RolloutGatewayClient
     from titan_rl.run.start import bring_up
 
-    gateway = GatewayConfig(port=0, rollout_keys=True)
     with hf_directory(weights, options["say"]) as directory:
         config = replace(task.config, policy=PolicyConfig(path=str(directory)))
         if "generator.max_model_len" not in task.given:
             config = serve.with_checkpoint_length(config)
-        problems = check_run(config, detect_host(), gateway)
+        config = ServeConfig.of(config, GatewayConfig(port=0, rollout_keys=True))
+        problems = check_run(config, detect_host())
         if refusals := [str(each) for each in problems if not isinstance(each, ConfigWarning)]:
             raise ConfigError("; ".join(refusals))
-        async with bring_up(config, gateway, **options) as up:
+        async with bring_up(config, **options) as up:
 
             async def generate(request: GenerationRequest) -> Completion:
                 try:

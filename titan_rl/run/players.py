@@ -16,7 +16,6 @@ from typing import Any
 from titan_rl.chat.renderer import MessageRenderer
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.loop.system import group_request
 from titan_rl.metrics.rollout_record import RolloutRecord
@@ -95,10 +94,8 @@ async def message_player(config: RunConfig, next_message: NextMessage) -> AsyncI
             from titan_rl.gateway.app import GatewayServer
             from titan_rl.gateway.calls import ServedPolicy
 
-            agents = config.rollout.agents
             served_policy = ServedPolicy(name="policy", renderer=policy.renderer, max_model_len=1 << 30)
-            gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
-            server = GatewayServer(gateway, policy, served_policy, run_seed=config.seed)
+            server = GatewayServer(config.gateway_settings(), policy, served_policy, run_seed=config.seed)
             closing.push_async_callback(server.close)
             sessions = server.rollout_keys
         runner = GroupRunner(config, model_path="")

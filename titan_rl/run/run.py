@@ -23,10 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from titan_rl.config import RunConfig
+from titan_rl.config import RunConfig, ServeConfig
 from titan_rl.directories import ENDING, METRICS, SUMMARY, lock_run, write_file
 from titan_rl.errors import ConfigError, Stopped, StorageError
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.ledger import read_ledger
 from titan_rl.loop.loop import TrainingLoop
 from titan_rl.metrics.timeline import SPANS, timeline
@@ -89,14 +88,14 @@ def run(config: RunConfig, resume: Resume | None = None, *, replay_until: int = 
     return code
 
 
-def run_service(config: RunConfig, gateway: GatewayConfig) -> int:
+def run_service(config: ServeConfig) -> int:
     """Serve until a signal; returns the exit code."""
     say = partial(print, flush=True)
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
-        async with bring_up(config, gateway, **options) as up:
-            key = "with the API key" if gateway.api_key else "without an API key"
-            say(f"serving {gateway.model} at {up.gateway.url}/v1, {key}; Ctrl-C stops it")
+        async with bring_up(config, **options) as up:
+            key = "with the API key" if config.gateway.api_key else "without an API key"
+            say(f"serving {config.gateway.model} at {up.gateway.url}/v1, {key}; Ctrl-C stops it")
             await asyncio.Event().wait()
         return EXIT_OK, "is over"
 

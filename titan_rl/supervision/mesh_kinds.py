@@ -17,8 +17,8 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, MeshFailed, TitanError
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.hosts.host import Host
+from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
 from titan_rl.supervision.placement import Kind, MeshPlan, Placement, plan
@@ -32,29 +32,33 @@ class MeshTable:
     """All meshes of one run or service by name, and what they are made from."""
 
     config: RunConfig
-    gateway: GatewayConfig
-    """Settings of the gateway, if there is one."""
-    model_path: Path
-    """Hugging Face directory that trainer and generators load."""
     report: Callable[[TitanError], None]
     """Called with the fault of a mesh that hangs."""
     say: Callable[[str], None]
-    rollouts: RolloutWorkers
-    """All rollout workers as one object."""
-    fleet: list[str]
-    """Names of the generators that there are to be, spares too."""
-    spares: int
-    """How many of these wait for the place of another one."""
     hosts: Mapping[str, Host]
     """Those that are not lost, by name."""
-    serving: bool
-    """There are neither trainer nor rollout workers."""
+    model_path: Path = field(init=False)
+    """Hugging Face directory that trainer and generators load."""
+    rollouts: RolloutWorkers = field(init=False)
+    """All rollout workers as one object."""
+    fleet: list[str] = field(init=False)
+    """Names of the generators that there are to be, spares too."""
+    spares: int = field(init=False)
+    """How many of these wait for the place of another one."""
     leaving: set[str] = field(default_factory=set)
     """Hosts on which nothing is placed any more."""
     meshes: dict[str, ManagedMesh] = field(default_factory=dict)
     """Those that are to be, and those that are not gone yet."""
     placement: Placement | None = None
     """The newest one."""
+
+    def __post_init__(self) -> None:
+        workers, where = self.config.rollout.workers, self.config.placement
+        self.model_path = model_directory(self.config)
+        self.rollouts = RolloutWorkers(
+            workers=workers, start_seconds=where.start_seconds, step_seconds=where.step_seconds
+        )
+        self.fleet, self.spares = self.config.generator_names(), where.spares
 
     @property
     def placed(self) -> list[ManagedMesh]:
@@ -65,7 +69,7 @@ class MeshTable:
         """The placement with these generators, without a host. What has no room is not in it. Raises ConfigError if
         that happens at the start."""
         hosts = [host.facts for host in self.hosts.values() if host.name not in {*self.leaving, without}]
-        return plan(self.config, *hosts, serving=self.serving, generators=fleet, kept=self.placement)
+        return plan(self.config, *hosts, generators=fleet, kept=self.placement)
 
     def place(self) -> list[MeshPlan]:
         """Place what has no place yet, or has lost it; returns the plans of meshes that are new."""
@@ -249,7 +253,7 @@ class GatewayKind(MeshKind):
         return GatewayClient(start_seconds=self.start_seconds)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {**super().arguments(mesh), "gateway": self.table.gateway}
+        return {**super().arguments(mesh), "gateway": self.table.config.gateway_settings()}
 
 
 class RolloutKind(MeshKind):

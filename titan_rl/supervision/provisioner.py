@@ -182,10 +182,10 @@ class Provisioner:
         *,
         silent_seconds: float,
         on_lost: Callable[[Host], None] = lambda host: None,
-        check: Callable[[Host], Awaitable[None]] | None = None,
-    ) -> None:
-        """Take hosts into the run: all of them, or none. Raises HostLost: one does not answer; ConfigError: one does
-        not fit to the others.
+        check: Callable[[AttachedHost], Awaitable[None]] | None = None,
+    ) -> list[AttachedHost]:
+        """Take hosts into the run: all of them, or none; returns them. Raises HostLost: one does not answer;
+        ConfigError: one does not fit to the others.
 
         Args:
             workers: ADDRESS:PORT of each, by the name that it gets.
@@ -230,6 +230,7 @@ class Provisioner:
             await asyncio.gather(*(host.detach() for host in new))
             raise
         self.hosts |= {host.name: host for host in new}
+        return new
 
     def on(self, host: str) -> list[str]:
         """The meshes that have processes on a host, those that are being stopped among them."""

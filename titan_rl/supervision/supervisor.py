@@ -26,13 +26,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_rl.actors.gateway import GatewayClient
-from titan_rl.actors.rollouts import RolloutWorkers
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, HostLost, MeshFailed, TitanError
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.system import System
-from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.connection import bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_stages import fork_stages
@@ -64,39 +61,24 @@ class Supervisor:
         self,
         config: RunConfig,
         *,
-        gateway: GatewayConfig,
-        serving: bool = False,
         log_directory: Path | None = None,
         run_end: RunEnd | None = None,
         on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
         say: Callable[[str], None] = lambda what: None,
     ) -> None:
-        """`serving`: serve a checkpoint, without trainer and rollout workers. For the others see `start.Options`."""
-        self.config, self.log_directory, where = config, log_directory, config.placement
+        """For the options see `start.Options`."""
+        self.config, self.log_directory = config, log_directory
         self.run_end = RunEnd() if run_end is None else run_end
         self.say, self._on_mesh = say, on_mesh
         self.provisioner = Provisioner(
             log_directory=str(log_directory) if log_directory is not None else "",
             imports=config.user_modules,
-            spans=config.logging.spans and not serving,
+            spans=config.logging.spans and not config.serving,
             on_fault=self.report,
             stage=functools.partial(fork_stages, config),
-            listens=listen_for(where),
+            listens=listen_for(config.placement),
         )
-        self.table = MeshTable(
-            config=config,
-            gateway=gateway,
-            model_path=model_directory(config),
-            report=self.report,
-            say=say,
-            rollouts=RolloutWorkers(
-                workers=config.rollout.workers, start_seconds=where.start_seconds, step_seconds=where.step_seconds
-            ),
-            fleet=config.generator_names(),
-            spares=where.spares,
-            hosts=self.provisioner.hosts,
-            serving=serving,
-        )
+        self.table = MeshTable(config=config, report=self.report, say=say, hosts=self.provisioner.hosts)
         self.meshes = self.table.meshes
         self.kinds: dict[Kind, MeshKind] = {kind: make(self.table) for kind, make in KINDS.items()}
         self._changed = asyncio.Event()  # a mesh has another state, was born, or its processes are gone
