@@ -128,15 +128,11 @@ class Host:
             else:
                 os.environ["TMPDIR"] = before
 
-    def any_ended(self, spawn: str) -> bool:
-        """Whether a process of this spawn has ended, as far as is known here."""
-        return self._watch.any_ended(spawn)
+    async def wake(self, spawn: str) -> None:
+        self._watch.wake(spawn)
 
-    async def expect_ends(self, spawn: str, kill: bool) -> None:
-        await asyncio.to_thread(self._watch.expect_ends, spawn, kill)
-
-    async def end(self, spawn: str) -> None:
-        await asyncio.to_thread(self._watch.end, spawn)
+    async def end(self, spawn: str, *, at_once: bool = False) -> None:
+        await asyncio.to_thread(self._watch.end, spawn, at_once)
 
     async def remove_segments(self, channel: str) -> None:
         """Remove the run's files in its shared memory that belong to a channel; empty: all."""
@@ -179,7 +175,6 @@ class AttachedHost(Host):
         self._shipping: asyncio.Task[None] | None = None
         self._detaches = asyncio.Event()
         self._disk = ThreadPoolExecutor(1)  # of its own, for which no event loop waits at its end
-        self._ended: set[str] = set()
         self._agent: Connection | None = None
         self._pulses: asyncio.Task[None] | None = None
 
@@ -197,7 +192,9 @@ class AttachedHost(Host):
             self._agent = Connection(
                 actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
             )
-            await self._agent.call(CALL_SECONDS, HostAgent.echo, bytes(LARGE_BYTES))
+            await self._agent.call(
+                CALL_SECONDS, HostAgent.run, bytes, bytes(LARGE_BYTES)
+            )  # so packets of all sizes pass
             known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin, self._stage)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))
@@ -231,14 +228,11 @@ class AttachedHost(Host):
     def mesh(self) -> Any:
         return self._mesh
 
-    def any_ended(self, spawn: str) -> bool:
-        return bool(self.lost) or spawn in self._ended
+    async def wake(self, spawn: str) -> None:
+        await self._ask(HostAgent.wake, spawn)
 
-    async def expect_ends(self, spawn: str, kill: bool) -> None:
-        await self._ask(HostAgent.expect_ends, spawn, kill)
-
-    async def end(self, spawn: str) -> None:
-        await self._ask(HostAgent.end, spawn)
+    async def end(self, spawn: str, *, at_once: bool = False) -> None:
+        await self._ask(HostAgent.end, spawn, at_once)
 
     async def remove_segments(self, channel: str) -> None:
         await self._ask(HostAgent.run, functools.partial(remove_segments_of, self.owner, channel=channel))
@@ -335,7 +329,6 @@ class AttachedHost(Host):
     def _hear(self, news: News) -> None:
         match news.kind:
             case "ended":
-                self._ended.add(news.of)
                 self._on_end(news.of, f"{news.process} on {self.name}", news.code)
             case "broken":  # it fences itself, as one that is cut off
                 self._lose(news.process)

@@ -32,7 +32,6 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
@@ -45,7 +44,6 @@ from typing import Any, NoReturn
 import msgspec
 
 from titan_rl.processes import die_with, die_with_owner, die_with_peer, run_and_exit
-from titan_rl.supervision.proxy import LENGTH
 
 MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
 """What `monarch.actor.default_bootstrap_cmd()` runs; a test compares."""
@@ -165,14 +163,14 @@ class ForkServer:
         with proxy:
             try:
                 proxy.settimeout(REQUEST_SECONDS)
-                head, descriptors, *_ = socket.recv_fds(proxy, LENGTH.size, 4)
-                with proxy.makefile("rb") as rest:  # until it is whole, or the proxy is gone
-                    request = marshal.loads(rest.read(*LENGTH.unpack(head)))
+                _, descriptors, *_ = socket.recv_fds(proxy, 1, 4)
+                with proxy.makefile("rb") as words:
+                    request = marshal.load(words)  # until it is whole, or the proxy is gone
                 if (pid := os.fork()) == 0:
                     with _ending_in_exit():
                         self._leave_behind()
                         self._be_process(proxy, request, descriptors)
-            except (OSError, ValueError, EOFError, struct.error) as error:  # the proxy was killed, perhaps
+            except (OSError, ValueError, EOFError, TypeError) as error:  # the proxy was killed, perhaps
                 return _log.warning("a process was not forked: %s: %s", type(error).__name__, error)
             finally:
                 for descriptor in descriptors:

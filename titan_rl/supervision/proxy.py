@@ -11,13 +11,11 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 
 START_SECONDS = 120.0
 """How long there may be no fork server."""
-LENGTH = struct.Struct("<Q")
 CORES = "TITAN_RL_CORES"
 """Variable with the cores of a process, as the kernel lists them: `0-31,64-95`."""
 
@@ -30,10 +28,9 @@ def main() -> int:
     listed, threads = os.environ.get(CORES, ""), int(os.environ.get("OMP_NUM_THREADS", "1"))
     mine = cores(listed, os.sched_getaffinity(0), threads)
     state = {"environment": dict(os.environ), "cores": mine, "scheduling": os.sched_getscheduler(0)}
-    request = marshal.dumps({"words": words, **state})
     with _connect(place, directory) as server:
-        socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2, os.open(".", os.O_PATH)])
-        server.sendall(request)
+        socket.send_fds(server, [b"\0"], [0, 1, 2, os.open(".", os.O_PATH)])
+        server.sendall(marshal.dumps({"words": words, **state}))
         if not (pid := server.recv(32)):
             print("the fork server ended while it was to fork a process", file=sys.stderr)
             return 1
