@@ -296,7 +296,7 @@ def generator_places(device: str, ranks: int, **more: Any) -> list[dict[str, str
 
     settings = {"placement.device": device, "generator.count": 1, "generator.tensor_parallel": ranks} | more
     served = ServeConfig.of(variant(copy4(), settings), GatewayConfig())
-    mesh = plan(served, detect_host()).mesh("generator0")
+    mesh = plan(served, detect_host()).meshes["generator0"]
     places = []
     for rank, (variables, number) in enumerate(zip(mesh.env, mesh.devices, strict=True)):
         seen = variables["CUDA_VISIBLE_DEVICES"].split(",")

@@ -165,7 +165,7 @@ class HostControl:
         self.workers |= joined
         await supervisor.start_missing()  # what had no room before comes first
         new = [f"generator{self._generators_ever + number}" for number in range(sum(map(self._fits, joined)))]
-        while new and not {*new} <= {*table.trial([*table.fleet, *new]).names}:
+        while new and not {*new} <= {*table.trial([*table.fleet, *new]).meshes}:
             new.pop()
         self._generators_ever += len(new)
         table.fleet += new
@@ -227,7 +227,7 @@ class HostControl:
         may_go = max(0, table.to_serve() - len(table.left_out()) - self._where.least_generators)
         gone = [name for name in generators if name in (*spares, *table.left_out())]
         gone += [name for name in generators if name not in gone][:may_go]
-        there = table.trial([name for name in table.fleet if name not in gone], without=host).names
+        there = table.trial([name for name in table.fleet if name not in gone], without=host).meshes
         stay = [mesh.name for mesh in on_it if mesh.name not in gone and mesh.kind is not Kind.RELAY]
         if without := [name for name in stay if name not in there]:
             raise ConfigError(f"{host} stays: no other host has room for {', '.join(without)}")

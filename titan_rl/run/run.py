@@ -33,7 +33,7 @@ from titan_rl.metrics.waits import answer_signals
 from titan_rl.one_line import counted, one_line
 from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from titan_rl.run.runs import Resume, how_to_go_on, write_config
-from titan_rl.run.start import Options, bring_up
+from titan_rl.run.start import Options, Serving, bring_up
 from titan_rl.run.training import NOTHING_SAVED, Training
 from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
 from titan_rl.supervision.run_end import RunEnd, announcer
@@ -104,14 +104,9 @@ def run_service(config: ServeConfig) -> int:
 
 
 @lasting_output()
-def run_serving(
-    verb: str,
-    config: RunConfig,
-    work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
-    say: Callable[[str], None],
-) -> int:
+def run_serving(verb: str, config: RunConfig, work: Serving, say: Callable[[str], None]) -> int:
     """Do work that serves weights, in a directory of its own with logs, until it ends or a signal comes; returns the
-    exit code. `work`: returns the exit code, and how it ended, in words."""
+    exit code."""
 
     async def watched(directory: Path, run_end: RunEnd) -> tuple[int, str]:
         options: Options = {

@@ -10,10 +10,10 @@ Whatever happens inside the block, no process, port or shared-memory file is lef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 from titan_rl.config import RunConfig
 from titan_rl.directories import CONTROL
@@ -43,6 +43,10 @@ class Options(TypedDict, total=False):
     """Called from any thread with a sentence when a mesh is lost or back."""
 
 
+Serving = Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]]
+"""Work in a directory of its own that serves weights. Returns the exit code, and how it ended, in words."""
+
+
 @asynccontextmanager
 async def start(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[System]:
     """`bring_up` for a script that trains."""
@@ -70,7 +74,8 @@ async def bring_up(config: RunConfig, **options: Unpack[Options]) -> AsyncIterat
         await host.require_same(config)
         placement = meshes.table.placement
         assert placement is not None
-        if run_directory and "trainer" in placement.names and host.name in placement.mesh("trainer").hosts:
+        trainer = placement.meshes.get("trainer")
+        if run_directory and trainer is not None and host.name in trainer.hosts:
             await host.require_sees(run_directory)
         try:
             check_open_files(host.facts, placement.processes)

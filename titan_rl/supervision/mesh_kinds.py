@@ -63,7 +63,7 @@ class MeshTable:
     @property
     def placed(self) -> list[ManagedMesh]:
         """Those for which there is room, in the order of their start."""
-        return [self.meshes[name] for name in self.placement.names] if self.placement else []
+        return [self.meshes[name] for name in self.placement.meshes] if self.placement else []
 
     def trial(self, fleet: Sequence[str], *, without: str = "") -> Placement:
         """The placement with these generators, without a host. What has no room is not in it. Raises ConfigError if
@@ -74,7 +74,7 @@ class MeshTable:
     def place(self) -> list[MeshPlan]:
         """Place what has no place yet, or has lost it; returns the plans of meshes that are new."""
         self.placement = self.trial(self.fleet)
-        plans = {each.name: each for each in self.placement.meshes}
+        plans = self.placement.meshes
         for name, mesh in self.meshes.items():
             mesh.plan = plans.get(name, mesh.plan)
             if mesh.kind in (Kind.RELAY, Kind.GENERATOR):  # its host may be gone, or it was taken out of the fleet

@@ -15,7 +15,7 @@ Always true of a `Placement`:
 Imports neither Monarch nor torch, so that a dry run on any machine can show the plan of a run on another one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -97,19 +97,12 @@ class Placement:
 
     device: Device
     """Device of trainer and generators."""
-    meshes: tuple[MeshPlan, ...]
-
-    def mesh(self, name: str) -> MeshPlan:
-        return next(mesh for mesh in self.meshes if mesh.name == name)
-
-    @property
-    def names(self) -> list[str]:
-        """Of the meshes, in the order of their start: each uses handles of those before it."""
-        return [mesh.name for mesh in self.meshes]
+    meshes: Mapping[str, MeshPlan]
+    """By name, in the order of their start: each uses handles of those before it."""
 
     @property
     def processes(self) -> int:
-        return sum(mesh.ranks for mesh in self.meshes)
+        return sum(mesh.ranks for mesh in self.meshes.values())
 
 
 def resolve_device(config: RunConfig, *hosts: HostFacts) -> Device:
@@ -255,14 +248,14 @@ def plan(
         common["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers them
     generators = config.generator_names() if generators is None else generators
     stay = {
-        mesh.name: mesh
-        for mesh in (kept.meshes if kept else ())
-        if room.hosts.keys() >= set(mesh.hosts) and (mesh.kind is not Kind.GENERATOR or mesh.name in generators)
+        name: mesh
+        for name, mesh in (kept.meshes if kept else {}).items()
+        if room.hosts.keys() >= set(mesh.hosts) and (mesh.kind is not Kind.GENERATOR or name in generators)
     }
     for mesh in stay.values():
         for host, taken in zip(mesh.hosts, mesh.devices, strict=True):
             room.take(host, computes=mesh.kind.computes, device=taken)
-    meshes: dict[str, MeshPlan] = {}  # in the order of their start
+    meshes: dict[str, MeshPlan] = {}
 
     def place(
         kind: Kind, name: str, find: Callable[[], Sequence[str]], positions: Sequence[str] = ("-",), **variables: str
@@ -333,7 +326,7 @@ def plan(
                 f"rollout.agents.host: the gateway of {there} cannot be reached from {', '.join(apart)} at {address}: "
                 f"name an address of {there}, or keep the rollout workers there (placement.rollouts {there})"
             )
-    return Placement(device=device, meshes=tuple(meshes.values()))
+    return Placement(device=device, meshes=meshes)
 
 
 def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:
@@ -368,7 +361,7 @@ def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
         lines = [" ".join(lines)]
     lines.append("")
     rows = [(*(("host",) if several else ()), "mesh", "rank", "device", "threads", "position")]
-    for mesh in placement.meshes:
+    for mesh in placement.meshes.values():
         for rank, (host_name, env, device, position) in enumerate(
             zip(mesh.hosts, mesh.env, mesh.devices, mesh.positions, strict=True)
         ):

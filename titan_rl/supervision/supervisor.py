@@ -95,11 +95,6 @@ class Supervisor:
     def gateway(self) -> GatewayClient:
         return self.meshes["gateway"].client
 
-    @property
-    def pids(self) -> dict[str, list[int]]:
-        """Process ids by mesh."""
-        return {mesh.name: mesh.pids for mesh in self.meshes.values()}
-
     def system(self) -> System:
         """The parts of a run as the training loop sees them."""
         return System(
