@@ -22,6 +22,7 @@ from titan_rl.environments.base import task_settings
 from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, TaskError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
+from titan_rl.importing import absolute_name, absolute_path
 from titan_rl.loop.checkpoint_files import checkpoints
 from titan_rl.overrides import EXIT_USAGE, Command, Rules, Verb, apply, option_overrides, print_error, to_toml, variant
 from titan_rl.policy.losses import OF_EVERY_LOSS
@@ -95,10 +96,8 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, Resume | None]
     if where == "auto":
         return _newest_unfinished(command, prog)
     resume = find(Path(where))
-    before = settings_of(resume.run)
     if not command.recipe:
-        command.recipe, command.recipe_base = before.recipe, before.recipe_base
-        command.layers = [*before.layers, *command.layers]
+        command.lay_over(settings_of(resume.run))
     config = resolve(command)
     found = differences(config_of_run(resume.run), config)
     check_differences(found, resume.run)
@@ -185,17 +184,6 @@ def settings_of(run: Path) -> Command:
 # --- from arguments to a config --------------------------------------------------------------------------------------
 
 
-def absolute_name(name: str, base: Path) -> str:
-    """`file.py:Name` with the absolute path of the file, which starts at `base`; other names as they are."""
-    file, colon, attribute = name.rpartition(":")
-    return f"{absolute_path(file, base)}:{attribute}" if colon and file.endswith(".py") else name
-
-
-def absolute_path(path: str, base: Path) -> str:
-    """`path`, which starts at `base`, absolute; an empty one stays empty."""
-    return str((base / Path(path).expanduser()).resolve()) if path else path
-
-
 _RULES = Rules(
     alternatives=(("policy.path", "policy.tiny"),),
     arguments_of={
@@ -248,7 +236,6 @@ def recipe_of(command: Command) -> RunConfig:
         raise ConfigError(
             f'name a recipe, as --recipe NAME or as recipe = "NAME" in the file of --config ({", ".join(RECIPES)})'
         )
-    command.recipe = absolute_name(command.recipe, command.recipe_base)
     return load_recipe(command.recipe)
 
 

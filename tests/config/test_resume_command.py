@@ -277,7 +277,7 @@ def resumed(*arguments: str) -> Any:
 
 def test_the_settings_of_a_run_need_not_be_repeated_and_new_ones_win(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "--loop.groups_per_step", "8", "--seed", "5", steps=(2,))
-    found, _, resume = resumed(str(run), "--loop.steps", "9")
+    found, resume = resumed(str(run), "--loop.steps", "9")
     assert (found.loop.groups_per_step, found.seed, found.loop.steps) == (8, 5, 9)
     assert resume.run == run
     assert capsys.readouterr().err == "titan-rl train: loop.steps 150 → 9\n"
@@ -366,7 +366,7 @@ def test_auto_takes_the_newest_unfinished_run_of_this_recipe_and_config(tmp_path
     make_run(tmp_path / "done", *runs, at=30, done=True)
     make_run(tmp_path / "other", *runs, "--seed", "3", at=40)
     (make_run(tmp_path / "unreadable", at=50) / CONFIG).write_text("recipe = 'gone'\n")
-    found, _, resume = auto(tmp_path, "--loop.steps", "7")
+    found, resume = auto(tmp_path, "--loop.steps", "7")
     assert resume.run == run and found.loop.steps == 7
     said = capsys.readouterr().err
     assert "unreadable is passed over" in said and f"going on with {run}" in said
@@ -375,6 +375,6 @@ def test_auto_takes_the_newest_unfinished_run_of_this_recipe_and_config(tmp_path
 def test_auto_starts_a_new_run_where_there_is_none(tmp_path: Path, capsys: Any) -> None:
     make_run(tmp_path / "done", done=True)
     make_run(tmp_path / "other", "--seed", "3")
-    found, _, resume = auto(tmp_path)
+    found, resume = auto(tmp_path)
     assert resume is None and found == config("--logging.directory", str(tmp_path))
     assert "a new one starts" in capsys.readouterr().err

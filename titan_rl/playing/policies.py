@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from titan_rl import serve, train
 from titan_rl.config import PlacementConfig, RunConfig, ServeConfig
@@ -27,7 +27,7 @@ from titan_rl.run.runs import find
 from titan_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
-    from titan_rl.run.start import Options
+    from titan_rl.run.start import Options, Serving
 
 BARE = "titan_rl.playing.policies:bare_recipe"
 LONGEST_TURN = 512
@@ -51,9 +51,7 @@ def read_task(command: Command, run: Path | None, *, remedy: str) -> Task:
     """The task of the recipe, else of the run, else the one that is named alone; with the command's settings laid over.
     `remedy`: what to do where none of them is named. Raises ConfigError: see `train.resolve`."""
     if not command.recipe and run is not None:
-        before = train.settings_of(run)
-        command.recipe, command.recipe_base = before.recipe, before.recipe_base
-        command.layers = [*before.layers, *command.layers]
+        command.lay_over(train.settings_of(run))
     elif not command.recipe:
         if "environment.name" not in command.given:
             raise ConfigError(remedy)
@@ -121,12 +119,7 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
                 await runner.close()
 
 
-def run_until_signal(
-    verb: str,
-    config: RunConfig,
-    work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
-    print_line: Callable[[str], None],
-) -> int:
+def run_until_signal(verb: str, config: RunConfig, work: Serving, print_line: Callable[[str], None]) -> int:
     """`run_serving`, in a process that has loaded nothing of it so far."""
     train.become_controller()
     from titan_rl.run.run import run_serving

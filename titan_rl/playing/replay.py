@@ -178,9 +178,8 @@ def _numbers(run: Path, step: int) -> dict[str, Any]:
 
 def _config(run: Path, command: Command) -> RunConfig:
     """The run's config, with the settings of the command, for a run that records one step and nothing else."""
-    before = settings_of(run)
-    before.layers += command.layers
-    config = resolve(before)
+    command.lay_over(settings_of(run))
+    config = resolve(command)
     check_differences(differences(config_of_run(run), config), run)
     everyone = config.loop.groups_per_step * max(config.rollout.samples_per_group, config.rollout.most_samples)
     logging = replace(config.logging, rollouts=everyone, save_final=False, spans=False)
