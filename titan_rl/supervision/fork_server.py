@@ -50,6 +50,8 @@ MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
 
 LINGER_SECONDS = 10.0
 """How long a process that has ended is not reaped: longer than a busy host keeps its watch waiting."""
+LOOK_SECONDS = 1.0
+"""Between two looks for processes and stages that have ended."""
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_")
 """Beginnings of variables that Python and native libraries read when they are loaded."""
 
@@ -109,7 +111,6 @@ class ForkServer:
         self._anew = False
         self._environment: dict[str, str] = {}  # in which it imports
         self._set: dict[str, str] = {}  # variables that imports have set
-        self._wake, self._waker = socket.socketpair()
 
     def serve(self) -> NoReturn:
         """Import, then fork what is asked for."""
@@ -126,20 +127,14 @@ class ForkServer:
         gc.freeze()
         gc.enable()
         sys.stdout.flush()  # or each process prints it again
-        for end in (self._wake, self._waker):
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the socket
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for stage in self._stage.above:
             if stage.now:
                 self._begin(stage)
         while True:
             kinds = {listener: kind for kind, listener in self._sockets.items()}
-            ready, _, _ = select.select([self._wake, *kinds], [], [], LINGER_SECONDS if self._processes else None)
-            if self._wake in ready:
-                self._wake.recv(4096)
+            ready, _, _ = select.select([*kinds], [], [], LOOK_SECONDS if self._processes or self._stages else None)
             self._look_after_children()
-            for kind in (kinds[listener] for listener in ready if listener in kinds):
+            for kind in (kinds[listener] for listener in ready):
                 if kind in self._stage.kinds:
                     self._answer(self._sockets[kind])
                 elif kind in self._sockets:  # the stage of another one may have taken it over just now
@@ -180,10 +175,8 @@ class ForkServer:
                 proxy.sendall(f"{pid}".encode())
 
     def _leave_behind(self) -> None:
-        """Of what a fork has, the sockets and the signals of the stage."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for each in (self._wake, self._waker, *self._sockets.values()):
+        """Of what a fork has, the sockets of the stage."""
+        for each in self._sockets.values():
             each.close()
 
     def _be_process(self, proxy: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:

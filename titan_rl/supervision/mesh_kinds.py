@@ -53,12 +53,8 @@ class MeshTable:
     """The newest one."""
 
     def __post_init__(self) -> None:
-        workers, where = self.config.rollout.workers, self.config.placement
-        self.model_path = model_directory(self.config)
-        self.rollouts = RolloutWorkers(
-            workers=workers, start_seconds=where.start_seconds, step_seconds=where.step_seconds
-        )
-        self.fleet, self.spares = self.config.generator_names(), where.spares
+        self.model_path, self.rollouts = model_directory(self.config), RolloutWorkers(self.config)
+        self.fleet, self.spares = self.config.generator_names(), self.config.placement.spares
 
     @property
     def placed(self) -> list[ManagedMesh]:
@@ -85,10 +81,6 @@ class MeshTable:
 
     def of(self, kind: Kind) -> Iterator[ManagedMesh]:
         return (mesh for mesh in self.meshes.values() if mesh.kind is kind)
-
-    def handle(self, name: str) -> Any:
-        """For those who call the mesh; None: there is no such mesh."""
-        return self.meshes[name].handle if name in self.meshes else None
 
     def relays(self) -> dict[str, ManagedMesh]:
         """By host, in the same order for everybody."""
@@ -131,7 +123,7 @@ class MeshKind:
 
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         """As its client takes them."""
-        return {kind.value: self.table.handle(kind) for kind in self.calls}
+        return {kind.value: mesh.handle for kind in self.calls for mesh in self.table.of(kind)}
 
     async def announce(self, mesh: ManagedMesh) -> None:
         """It came up while others were. Its handle is not all that they have to know."""

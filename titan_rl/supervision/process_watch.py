@@ -74,11 +74,9 @@ class ProcessWatch:
         self._over: set[str] = set()  # spawns
         for pipe in (life, self.births):
             os.mkfifo(pipe)
-        # for both ends: without a writer every read would be an end of file
+        # for both ends: without a writer every read would be an end of file, and without a reader none could be opened
         self._pipe = os.open(self.births, os.O_RDWR)
-        reading = os.open(life, os.O_RDONLY | os.O_NONBLOCK)  # without a reader it could not be opened
-        self._life = os.open(life, os.O_WRONLY)  # for as long as this process lives
-        os.close(reading)
+        self._life = os.open(life, os.O_RDWR)  # for as long as this process lives
         self._closed = False
         start_thread("births", self._take_births, on_death=on_broken)
         keep = functools.partial(self._keep_fork_server, directory, stage, log, dict(os.environ))

@@ -56,24 +56,19 @@ def _connect(place: str, directory: str) -> socket.socket:
             return server
         except OSError:  # not yet, or not any more: another one is being started
             server.close()
-        try:
-            waits = owner_lives(directory) and time.monotonic() < deadline
-        except OSError:  # the directory is gone with its owner
-            waits = False
-        if not waits:
+        if not owner_lives(directory) or time.monotonic() > deadline:
             sys.exit(f"no fork server answers at {place}")
         time.sleep(0.02)
 
 
 def owner_lives(directory: str) -> bool:
-    """Whether the owner of this directory of a watch lives. Raises OSError if the directory is not there."""
-    pipe = os.open(f"{directory}/life", os.O_RDONLY | os.O_NONBLOCK)
+    """Whether the owner of this directory of a watch lives."""
     try:
-        return os.read(pipe, 1) != b""
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(pipe)
+        pipe = os.open(f"{directory}/life", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # the directory is gone with it
+        return False
+    with open(pipe, "rb", buffering=0) as life:
+        return life.read(1) is None  # there is nothing yet; without an owner, an end of file
 
 
 def exit_status(pid: int, descriptor: int) -> int | None:
