@@ -27,7 +27,8 @@ from titan_rl.run.runs import find
 from titan_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
-    from titan_rl.run.start import Options, Serving
+    from titan_rl.run.start import Serving
+    from titan_rl.supervision.run_end import Options
 
 BARE = "titan_rl.playing.policies:bare_recipe"
 LONGEST_TURN = 512

@@ -44,7 +44,7 @@ from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, To
 from titan_rl.view.conversation import draw_conversations, draw_end, draw_messages
 
 if TYPE_CHECKING:
-    from titan_rl.run.start import Options
+    from titan_rl.supervision.run_end import Options
 
 TYPED, DEMONSTRATIONS = "typed", "demonstrations"
 SHOWN_PROMPTS = 3

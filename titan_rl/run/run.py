@@ -33,10 +33,10 @@ from titan_rl.metrics.waits import answer_signals
 from titan_rl.one_line import counted, one_line
 from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from titan_rl.run.runs import Resume, how_to_go_on, write_config
-from titan_rl.run.start import Options, Serving, bring_up
+from titan_rl.run.start import Serving, bring_up
 from titan_rl.run.training import NOTHING_SAVED, Training
 from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
-from titan_rl.supervision.run_end import RunEnd, announcer
+from titan_rl.supervision.run_end import Options, RunEnd, announcer
 from titan_rl.view.learning import Kind
 from titan_rl.view.report import REPORT, write_report
 from titan_rl.weights.segment_files import remove_segments_of

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from titan_rl.config import RunConfig
 from titan_rl.directories import CONTROL
@@ -21,26 +21,13 @@ from titan_rl.errors import ConfigError
 from titan_rl.hosts.facts import transport
 from titan_rl.run.checks import check_open_files
 from titan_rl.supervision.process import prepare_controller
+from titan_rl.supervision.run_end import Options
 
 if TYPE_CHECKING:
     from titan_rl.hosts.host import AttachedHost
     from titan_rl.loop.system import System
-    from titan_rl.supervision.run_end import RunEnd
     from titan_rl.supervision.supervisor import Supervisor
     from titan_rl.weights.manifest import Publication
-
-
-class Options(TypedDict, total=False):
-    log_directory: Path | None
-    """One log file per process goes here; None, the default: processes print to the terminal."""
-    run_end: RunEnd
-    """Collects what ends the run. It ends the start, and the next `watch` raises it. Without one, it ends the `with`
-    block, and is raised there."""
-    on_mesh: Callable[[str, str], None]
-    """Called with a mesh's name and what it is doing, during the start and when it is lost; with "" when it is not to
-    be there any more."""
-    say: Callable[[str], None]
-    """Called from any thread with a sentence when a mesh is lost or back."""
 
 
 Serving = Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]]

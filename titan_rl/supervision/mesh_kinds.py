@@ -105,7 +105,7 @@ class MeshKind:
 
     calls: tuple[Kind, ...] = ()
     """The kinds of its peers."""
-    doing: str
+    doing = "starting"
     """What the mesh does during its set-up, for the display."""
     lost_with: str
     """What has to be done again when it loses a process or hangs."""
@@ -205,7 +205,6 @@ class GeneratorKind(MeshKind):
 
 class RelayKind(MeshKind):
     calls = (Kind.RELAY,)
-    doing = "starting"
     lost_with = "the weights that it is bringing to its host"
 
     def client(self, plan: MeshPlan) -> RelayClient:
@@ -220,7 +219,6 @@ class RelayKind(MeshKind):
 
 
 class RouterKind(MeshKind):
-    doing = "starting"
     lost_with = "which sessions stick to which generator"
 
     def client(self, plan: MeshPlan) -> RouterClient:

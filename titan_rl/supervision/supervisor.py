@@ -22,8 +22,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from titan_rl.actors.gateway import GatewayClient
 from titan_rl.actors.router_client import RouterClient
@@ -37,7 +36,7 @@ from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState, pause_afte
 from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable
 from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import TOO_LATE, Provisioner, listen_for
-from titan_rl.supervision.run_end import RunEnd, until_either
+from titan_rl.supervision.run_end import Options, RunEnd, until_either
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
 T = TypeVar("T")
@@ -57,28 +56,20 @@ _log = logging.getLogger(__name__)
 class Supervisor:
     """All meshes of one run or service. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        log_directory: Path | None = None,
-        run_end: RunEnd | None = None,
-        on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
-        say: Callable[[str], None] = lambda what: None,
-    ) -> None:
-        """For the options see `start.Options`."""
-        self.config, self.log_directory = config, log_directory
-        self.run_end = RunEnd() if run_end is None else run_end
-        self.say, self._on_mesh = say, on_mesh
+    def __init__(self, config: RunConfig, **options: Unpack[Options]) -> None:
+        self.config, self.log_directory = config, options.get("log_directory")
+        self.run_end = options.get("run_end") or RunEnd()
+        self.say = options.get("say", lambda what: None)
+        self._on_mesh = options.get("on_mesh", lambda mesh, doing: None)
         self.provisioner = Provisioner(
-            log_directory=str(log_directory) if log_directory is not None else "",
+            log_directory=str(self.log_directory or ""),
             imports=config.user_modules,
             spans=config.logging.spans and not config.serving,
             on_fault=self.report,
             stage=functools.partial(fork_stages, config),
             listens=listen_for(config.placement),
         )
-        self.table = MeshTable(config=config, report=self.report, say=say, hosts=self.provisioner.hosts)
+        self.table = MeshTable(config=config, report=self.report, say=self.say, hosts=self.provisioner.hosts)
         self.meshes = self.table.meshes
         self.kinds: dict[Kind, MeshKind] = {kind: make(self.table) for kind, make in KINDS.items()}
         self._changed = asyncio.Event()  # a mesh has another state, was born, or its processes are gone
