@@ -287,13 +287,16 @@ def trainer_places(device: str, ranks: int) -> list[dict[str, str]]:
 
 def generator_places(device: str, ranks: int, **more: Any) -> list[dict[str, str]]:
     """What the placement of a run gives the ranks of a generator."""
+    from titan_rl.config import ServeConfig
     from titan_rl.config_registry import copy4
+    from titan_rl.gateway.config import GatewayConfig
     from titan_rl.hosts.facts import detect_host
     from titan_rl.overrides import variant
     from titan_rl.supervision.placement import plan
 
     settings = {"placement.device": device, "generator.count": 1, "generator.tensor_parallel": ranks} | more
-    mesh = plan(variant(copy4(), settings), detect_host(), serving=True).mesh("generator0")
+    served = ServeConfig.of(variant(copy4(), settings), GatewayConfig())
+    mesh = plan(served, detect_host()).meshes["generator0"]
     places = []
     for rank, (variables, number) in enumerate(zip(mesh.env, mesh.devices, strict=True)):
         seen = variables["CUDA_VISIBLE_DEVICES"].split(",")

@@ -4,12 +4,13 @@ Where fields belong to a component, its config lives beside that component, unle
 `RunConfig`, by whatever means, gets one whose values have the types and bounds of their fields.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+from typing import ClassVar, Literal
 
 from titan_rl.bounds import Count, CountOrZero, Positive, Seed, Share, TwoOrMore
 from titan_rl.errors import ConfigError
-from titan_rl.gateway.config import is_loopback
+from titan_rl.gateway.config import GatewayConfig, is_loopback
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.overrides import check
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
@@ -230,6 +231,9 @@ class LoggingConfig:
 class RunConfig:
     """Everything one run needs. Recipes in `config_registry` return one; TOML and the command line override it."""
 
+    serving: ClassVar[bool] = False
+    """Whether a checkpoint is served: there is a gateway, and there are neither trainer nor rollout workers."""
+
     recipe: str = ""
     """Name of the recipe this config came from."""
     seed: Seed = 0
@@ -256,6 +260,13 @@ class RunConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
 
+    @property
+    def user_modules(self) -> tuple[str, ...]:
+        """Files and modules with the user's code. Every process imports them first."""
+        named = (self.recipe, self.policy.family, *attrgetter(*CLASS_SETTINGS)(self))
+        modules = dict.fromkeys(name.rpartition(":")[0] for name in named)
+        return tuple(module for module in modules if module and module.split(".")[0] != "titan_rl")
+
     def staleness_limits(self) -> StalenessLimits:
         """How groups are scheduled. A deterministic run trains them in order, whatever `loop.window` says."""
         loop = self.loop
@@ -269,6 +280,11 @@ class RunConfig:
     def router_settings(self) -> RouterConfig:
         """`router`, with what the whole run decides for it: an exact version cannot change under a completion."""
         return replace(self.router, weight_sync="drain") if self.staleness_limits().exact_versions else self.router
+
+    def gateway_settings(self) -> GatewayConfig:
+        """Of the gateway that programs play rollouts through."""
+        agents = self.rollout.agents
+        return GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
 
     def weights_settings(self) -> WeightsConfig:
         """`weights`, with what the whole run decides for it: room for every version that may be needed again, for the
@@ -309,3 +325,24 @@ class RunConfig:
                 f"trainer.max_tokens_per_microbatch ({self.trainer.max_tokens_per_microbatch}) must hold one whole "
                 f"sample of generator.max_model_len ({self.generator.max_model_len}) tokens"
             )
+
+
+@dataclass(kw_only=True, slots=True)
+class ServeConfig(RunConfig):
+    """What of a run a service uses: policy, generators, router, renderer, placement; and its gateway."""
+
+    serving: ClassVar[bool] = True
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    @classmethod
+    def of(cls, config: RunConfig, gateway: GatewayConfig) -> "ServeConfig":
+        """For the policy of a run."""
+        return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)}, gateway=gateway)
+
+    def gateway_settings(self) -> GatewayConfig:
+        return self.gateway
+
+    def router_settings(self) -> RouterConfig:
+        """There is only one version, so a completion whose generator died can start over and gives the same tokens.
+        Without resuming, penalties and min_tokens can be allowed."""
+        return replace(RunConfig.router_settings(self), resume=False)

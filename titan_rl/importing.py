@@ -133,6 +133,17 @@ def import_name(name: str, short_names: Mapping[str, str] | None = None, base: t
     return found
 
 
+def absolute_name(name: str, base: Path) -> str:
+    """`file.py:Name` with the absolute path of the file, which starts at `base`; other names as they are."""
+    file, colon, attribute = name.rpartition(":")
+    return f"{absolute_path(file, base)}:{attribute}" if colon and file.endswith(".py") else name
+
+
+def absolute_path(path: str, base: Path) -> str:
+    """`path`, which starts at `base`, absolute; an empty one stays empty."""
+    return str((base / Path(path).expanduser()).resolve()) if path else path
+
+
 def installed(package: str) -> str:
     """Version of a package, or of its build for CPUs; empty if there is none."""
     for name in (package, f"{package}-cpu"):

@@ -8,11 +8,11 @@ signals:    SIGUSR1 prints the stacks of all threads and tasks of every process 
 """
 
 import os
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from titan_rl import train
-from titan_rl.config import RunConfig
+from titan_rl.config import RunConfig, ServeConfig
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
@@ -27,13 +27,6 @@ CHECKPOINT_RECIPE = "titan_rl.serve:checkpoint"
 LONGEST = 4096
 """Tokens of prompt and completion together, where neither the checkpoint nor the user says less."""
 KEY_VARIABLE = "TITAN_RL_API_KEY"
-
-
-@dataclass(kw_only=True, slots=True)
-class ServeConfig(RunConfig):
-    """What of a run a service uses: policy, generators, router, renderer, placement; and its gateway."""
-
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
 
 
 def checkpoint() -> RunConfig:
@@ -51,7 +44,7 @@ def _act(command: Command, prog: str) -> int:
     if not command.recipe and not any(key.startswith("policy.") for key in command.given):
         raise ConfigError("name what to serve: --policy.path DIR, or --recipe NAME for the policy of a recipe")
     command.recipe = command.recipe or CHECKPOINT_RECIPE
-    config, imports = train.apply_command(_with_gateway(train.recipe_of(command)), command)
+    config = train.apply_command(_with_gateway(train.recipe_of(command)), command)
     if command.recipe == CHECKPOINT_RECIPE and "generator.max_model_len" not in command.given:
         config = with_checkpoint_length(config)
     if "gateway.model" not in command.given:
@@ -59,15 +52,15 @@ def _act(command: Command, prog: str) -> int:
         config = replace(config, gateway=replace(config.gateway, model=name))
     sweep_dead_segments()
     host, dry_run = detect_host(), "--dry-run" in command.flags
-    if not train.may_start(check_run(config, host, config.gateway), prog, dry_run=dry_run):
+    if not train.may_start(check_run(config, host), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
         secret = "***" if config.gateway.api_key else ""
-        return train.show(replace(config, gateway=replace(config.gateway, api_key=secret)), host, serving=True)
+        return train.show(replace(config, gateway=replace(config.gateway, api_key=secret)), host)
     train.become_controller()
     from titan_rl.run.run import run_service
 
-    return run_service(config, config.gateway, imports)
+    return run_service(config)
 
 
 VERB = Verb(
@@ -90,8 +83,7 @@ VERB = Verb(
 
 
 def _with_gateway(config: RunConfig) -> ServeConfig:
-    settings = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "gateway"}
-    return ServeConfig(**settings, gateway=GatewayConfig(api_key=os.environ.get(KEY_VARIABLE, "")))
+    return ServeConfig.of(config, GatewayConfig(api_key=os.environ.get(KEY_VARIABLE, "")))
 
 
 def with_checkpoint_length(config: train.C) -> train.C:

@@ -37,24 +37,16 @@ TEMPLATES = Path(__file__).with_name("jobs")
 TRUSTED = "Trusted networks only: whoever reaches a port of the run can run any code on its nodes."
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    name: str
-    directory: Path
-    """Of the job, on a file system that all nodes share; the run is below it."""
-    arguments: tuple[str, ...]
-    """Of `titan-rl train`."""
-    shared_memory: int = 0
-    """Bytes of /dev/shm that the run takes on a host."""
-
-    def command(self, python: str) -> list[str]:
-        own = ("--logging.directory", str(self.directory), "--resume", "auto", "--trusted-network")
-        return [python, "-m", "titan_rl.train", *self.arguments, *own]
+def train_in(directory: Path, words: Sequence[str]) -> list[str]:
+    """What every node runs, after the name of its Python. The run is below this directory."""
+    own = ("--logging.directory", str(directory), "--resume", "auto", "--trusted-network")
+    return ["-m", "titan_rl.train", *words, *own]
 
 
 @dataclass(kw_only=True, slots=True)
 class JobConfig:
-    """What both schedulers are asked for."""
+    """What both schedulers are asked for. `text` is given the job's directory, which all nodes share, what each runs
+    (`train_in`), and the bytes of /dev/shm that the run takes on a host."""
 
     nodes: Count = 1
     """Hosts of the run; the first is the controller's, `host0`."""
@@ -84,13 +76,13 @@ class SlurmConfig(JobConfig):
 
     program: ClassVar = ("sbatch",)
 
-    def file(self, start: Start) -> Path:
-        return start.directory / "job.sh"
+    def file(self, directory: Path) -> Path:
+        return directory / "job.sh"
 
-    def text(self, start: Start) -> str:
-        log = start.directory / "job.log"
+    def text(self, directory: Path, command: Sequence[str], taken: float) -> str:
+        log = directory / "job.log"
         options = [
-            f"job-name={start.name}",
+            f"job-name={directory.name}",
             f"nodes={self.nodes}",
             "ntasks-per-node=1",
             *([f"cpus-per-task={self.cpus_per_node}"] if self.cpus_per_node else ["exclusive", "mem=0"]),
@@ -108,9 +100,9 @@ class SlurmConfig(JobConfig):
             "#!/bin/bash",
             *(f"#SBATCH --{option}" for option in options),
             f"# {TRUSTED}",
-            f"directory={shlex.quote(str(start.directory))}",
+            f"directory={shlex.quote(str(directory))}",
             f"python={shlex.quote(sys.executable)}",
-            f"train=({shlex.join(start.command(sys.executable))})",
+            f"train=({shlex.join([sys.executable, *command])})",
             f"save_seconds={self.save_seconds}",
         ]
         return "\n".join([*head, (TEMPLATES / "slurm.sh").read_text(encoding="utf-8")])
@@ -145,15 +137,15 @@ class KubernetesConfig(JobConfig):
     program: ClassVar = ("kubectl", "apply", "--filename")
     required: ClassVar = ("image", "claim")
 
-    def file(self, start: Start) -> Path:
-        return Path.cwd() / f"{start.name}.yaml"
+    def file(self, directory: Path) -> Path:
+        return Path.cwd() / f"{directory.name}.yaml"
 
-    def text(self, start: Start) -> str:
-        name = dns_name(start.name)
+    def text(self, directory: Path, command: Sequence[str], taken: float) -> str:
+        name = dns_name(directory.name)
         labels = {"app.kubernetes.io/name": "titan-rl", "app.kubernetes.io/instance": name}
         limits = {"nvidia.com/gpu": self.gpus_per_node, "cpu": self.cpus_per_node, "memory": self.memory}
         limits |= {self.rdma: 1} if self.rdma else {}
-        taken = max(LEAST_SHARED_MEMORY, math.ceil(start.shared_memory * 1.25 / 2**30))
+        room = max(LEAST_SHARED_MEMORY, math.ceil(taken * 1.25 / 2**30))
         values = {
             "metadata": {"name": name, "namespace": self.namespace, "labels": labels},
             "labels": labels,
@@ -163,12 +155,12 @@ class KubernetesConfig(JobConfig):
             "failures": _RETRIES * self.nodes,
             "save_seconds": self.save_seconds,
             "image": self.image,
-            "command": ["bash", "-c", _START, "start", *start.command("python")],
+            "command": ["bash", "-c", _START, "start", "python", *command],
             "limits": {key: str(value) for key, value in limits.items() if value},
-            "runs": str(start.directory.parent),
+            "runs": str(directory.parent),
             "claim": self.claim,
             "security": {"capabilities": {"add": ["IPC_LOCK"]}} if self.rdma else {},
-            "shared_memory": self.shared_memory or f"{taken}Gi",
+            "shared_memory": self.shared_memory or f"{room}Gi",
         }
         manifest = Template((TEMPLATES / "kubernetes.yaml").read_text(encoding="utf-8"))
         in_yaml = {key: json.dumps(value, ensure_ascii=False) for key, value in values.items()}
@@ -222,25 +214,26 @@ def _submit(command: Command, words: Sequence[str], kind: type[SlurmConfig | Kub
     asked = train.VERB.read(words)
     if taken := sorted(_OF_THE_JOB & {*asked.flags, *asked.values, *asked.given}):
         raise ConfigError(f"after --, leave out {', '.join(taken)}: the job decides that by itself")
-    config, _ = train.resolve(asked)
+    config = train.resolve(asked)
     name = f"{job.name or config.logging.name or config.recipe.rpartition(':')[2]}-{datetime.now():%Y%m%d-%H%M%S}"
     shape = shape_of(config)
-    taken_there = sum(shared_memory(config, shape).values()) if shape is not None else 0.0
-    start = Start(name, Path(config.logging.directory) / name, tuple(words), int(taken_there))
+    directory = Path(config.logging.directory) / name
+    taken_there = sum(shared_memory(config, shape).values()) if shape is not None else 0
+    text = job.text(directory, train_in(directory, words), taken_there)
     if _DRY_RUN in command.flags:
-        print(job.text(start), end="")
+        print(text, end="")
         return 0
     program, *rest = job.program
     if shutil.which(program) is None:
         raise ConfigError(f"there is no {program} on this machine; {_DRY_RUN} prints what it would be given")
-    file = job.file(start)
+    file = job.file(directory)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(job.text(start))
+        file.write_text(text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
     done = subprocess.run([program, *rest, str(file)], capture_output=True, text=True)
     if done.returncode != 0:
         raise ConfigError(f"{program} refuses {file}: {done.stderr or done.stdout}")
-    print(f"{done.stdout.strip()}\nsubmitted: {file}\nthe run will be below {start.directory}")
+    print(f"{done.stdout.strip()}\nsubmitted: {file}\nthe run will be below {directory}")
     return 0

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +22,7 @@ from titan_rl.environments.base import task_settings
 from titan_rl.errors import AbsentError, ActorGone, ConfigError, ConfigWarning, TaskError
 from titan_rl.hosts.facts import HostFacts, detect_host
 from titan_rl.hosts.worker import hosts_of, serve_rank, workers
+from titan_rl.importing import absolute_name, absolute_path
 from titan_rl.loop.checkpoint_files import checkpoints
 from titan_rl.overrides import EXIT_USAGE, Command, Rules, Verb, apply, option_overrides, print_error, to_toml, variant
 from titan_rl.policy.losses import OF_EVERY_LOSS
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m titan_rl.t
 
 
 def _act(command: Command, prog: str) -> int:
-    config, imports, resume = _what_to_run(command, prog)
+    config, resume = _what_to_run(command, prog)
     if resume is not None:
         resume.check_steps(config.loop.steps)
         if config.logging.save_final:
@@ -68,45 +68,37 @@ def _act(command: Command, prog: str) -> int:
         where = config.placement
         hosts = workers(os.environ, ranks, trusted=where.trusted_network)
         config = replace(config, placement=replace(where, hosts=hosts))
-    return check_and_run(config, imports, resume, prog, dry_run="--dry-run" in command.flags)
+    return check_and_run(config, resume, prog, dry_run="--dry-run" in command.flags)
 
 
 def check_and_run(
-    config: RunConfig,
-    imports: tuple[str, ...],
-    resume: Resume | None,
-    prog: str,
-    *,
-    dry_run: bool = False,
-    replay_until: int = 0,
+    config: RunConfig, resume: Resume | None, prog: str, *, dry_run: bool = False, replay_until: int = 0
 ) -> int:
     """Check everything, and run; returns the exit code."""
     sweep_dead_segments()  # so that /dev/shm has what it will have
-    if not may_start(problems(config, imports), prog, dry_run=dry_run):
+    if not may_start(problems(config), prog, dry_run=dry_run):
         return EXIT_USAGE
     if dry_run:
         return show(config, detect_host())
     become_controller()
     from titan_rl.run.run import run
 
-    return run(config, imports, resume, replay_until=replay_until)
+    return run(config, resume, replay_until=replay_until)
 
 
-def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
-    """The config, the user's modules, and the run that goes on."""
+def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, Resume | None]:
+    """The config, and the run that goes on."""
     where = command.values.get("--resume")
     if task := command.word("task", ""):
-        return *for_task(task, command, prog), None
+        return for_task(task, command, prog), None
     if where is None:
-        return *resolve(command), None
+        return resolve(command), None
     if where == "auto":
         return _newest_unfinished(command, prog)
     resume = find(Path(where))
-    before = settings_of(resume.run)
     if not command.recipe:
-        command.recipe, command.recipe_base = before.recipe, before.recipe_base
-        command.layers = [*before.layers, *command.layers]
-    config, imports = resolve(command)
+        command.lay_over(settings_of(resume.run))
+    config = resolve(command)
     found = differences(config_of_run(resume.run), config)
     check_differences(found, resume.run)
     for difference in found:
@@ -119,10 +111,10 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...
             )
         if not any(difference.setting == "loop.steps" for difference in found):
             raise ConfigError(f"{resume.run} is done; to train it further, ask for more steps: --loop.steps")
-    return config, imports, resume
+    return config, resume
 
 
-def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...]]:
+def for_task(task: str, command: Command, prog: str) -> RunConfig:
     """The settings that suit a task, under those of the command; what is chosen is printed."""
     from titan_rl.run.first_settings import choose, survey
 
@@ -135,13 +127,13 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     command.layers = [named, *command.layers]
     before = resolve(command)
     try:
-        found = asyncio.run(survey(*before))
+        found = asyncio.run(survey(before))
     except (TaskError, ActorGone) as error:
         raise ConfigError(f"{task}: {error}") from error
-    tiny = before[0].policy.tiny
+    tiny = before.policy.tiny
     given, by_bytes = command.given, tiny is not None and tiny.tokenizer == "chat"
-    warmup = before[0].trainer.warmup.steps if "trainer.warmup.steps" in given else None
-    shape = shape_of(before[0]) if tiny is None else None
+    warmup = before.trainer.warmup.steps if "trainer.warmup.steps" in given else None
+    shape = shape_of(before) if tiny is None else None
     positions = 0 if tiny is not None else shape.max_length if shape is not None else sys.maxsize
     settings = choose(found, by_bytes=by_bytes, positions=positions, warmup=warmup)
     as_said = {"trainer.optimizer.lr": "trainer.optimizer.kl_band", "rollout.samples_per_group": "rollout.most_samples"}
@@ -152,7 +144,7 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     print(f"{prog}: settings for {task}, each of which can be given")
     for setting, value, reason in chosen:
         print(f"  --{setting.replace('_', '-').ljust(width)}  {value!r:12}  {reason}")
-    begun = replace(load_recipe("task"), policy=before[0].policy)
+    begun = replace(load_recipe("task"), policy=before.policy)
     config = variant(
         begun, {each.setting: each.value for each in settings}
     )  # they fit together; the user's come on top
@@ -161,8 +153,8 @@ def for_task(task: str, command: Command, prog: str) -> tuple[RunConfig, tuple[s
     return apply_command(named_run, command)
 
 
-def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[str, ...], Resume | None]:
-    config, imports = resolve(command)
+def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, Resume | None]:
+    config = resolve(command)
     prepare_controller()
     from titan_rl.loop.ledger import read_ledger
 
@@ -172,16 +164,16 @@ def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, tuple[st
             if before.recipe == config.recipe and all(each.allowed for each in differences(before, config)):
                 found = Resume(run).checkpoint(lambda text: print_error(prog, text), read_ledger)
                 print_error(prog, f"going on with {run}")
-                return config, imports, Resume(run, found)
+                return config, Resume(run, found)
         except ConfigError as error:
             print_error(prog, f"{run} is passed over: {error}")
     print_error(prog, "no unfinished run has this config: a new one starts")
-    return config, imports, None
+    return config, None
 
 
 def config_of_run(run: Path) -> RunConfig:
     """The config that a run had when it last started."""
-    return resolve(settings_of(run))[0]
+    return resolve(settings_of(run))
 
 
 def settings_of(run: Path) -> Command:
@@ -190,17 +182,6 @@ def settings_of(run: Path) -> Command:
 
 
 # --- from arguments to a config --------------------------------------------------------------------------------------
-
-
-def absolute_name(name: str, base: Path) -> str:
-    """`file.py:Name` with the absolute path of the file, which starts at `base`; other names as they are."""
-    file, colon, attribute = name.rpartition(":")
-    return f"{absolute_path(file, base)}:{attribute}" if colon and file.endswith(".py") else name
-
-
-def absolute_path(path: str, base: Path) -> str:
-    """`path`, which starts at `base`, absolute; an empty one stays empty."""
-    return str((base / Path(path).expanduser()).resolve()) if path else path
 
 
 _RULES = Rules(
@@ -255,26 +236,22 @@ def recipe_of(command: Command) -> RunConfig:
         raise ConfigError(
             f'name a recipe, as --recipe NAME or as recipe = "NAME" in the file of --config ({", ".join(RECIPES)})'
         )
-    command.recipe = absolute_name(command.recipe, command.recipe_base)
     return load_recipe(command.recipe)
 
 
-def resolve(command: Command) -> tuple[RunConfig, tuple[str, ...]]:
-    """The config, its file names absolute, and the user's modules: what every process has to import first. Raises
-    ConfigError: unknown recipe or setting, wrong type, or values that do not fit together."""
+def resolve(command: Command) -> RunConfig:
+    """The config, its file names absolute. Raises ConfigError: unknown recipe or setting, wrong type, or values that do
+    not fit together."""
     return apply_command(recipe_of(command), command)
 
 
-def apply_command(config: C, command: Command) -> tuple[C, tuple[str, ...]]:
+def apply_command(config: C, command: Command) -> C:
     """The same, of a config that the command's recipe gave."""
     where = command.recipe.rpartition(":")[0]
     base = Path(where).parent if where.endswith(".py") else Path.cwd()
     runs = absolute_path(config.logging.directory, Path.cwd())  # and not where the recipe is, among sources
     config = replace(config, logging=replace(config.logging, directory=runs))
-    config = apply(config, command.layers, _RULES, base)
-    named = (command.recipe, config.policy.family, *attrgetter(*CLASS_SETTINGS)(config))
-    modules = dict.fromkeys(name.rpartition(":")[0] for name in named)
-    return config, tuple(module for module in modules if module and module.split(".")[0] != "titan_rl")
+    return apply(config, command.layers, _RULES, base)
 
 
 # --- what to do with it ----------------------------------------------------------------------------------------------
@@ -289,21 +266,21 @@ def may_start(problems: Sequence[ConfigError], prog: str, *, dry_run: bool = Fal
     return not refusals
 
 
-def problems(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]:
+def problems(config: RunConfig) -> list[ConfigError]:
     """Everything that is wrong with the config; then the task is tried, unless something is."""
     problems = check_run(config, detect_host())
     if not all(isinstance(problem, (AbsentError, ConfigWarning)) for problem in problems):
         return problems
     from titan_rl.run.task_check import check_task
 
-    return problems + [each for each in check_task(config, imports) if str(each) not in map(str, problems)]
+    return problems + [each for each in check_task(config) if str(each) not in map(str, problems)]
 
 
-def show(config: RunConfig, host: HostFacts, *, serving: bool = False) -> int:
+def show(config: RunConfig, host: HostFacts) -> int:
     """Print the config as TOML and the placement as comments below it. Returns the exit code: 2 if the run needs CUDA
     devices that this host has not, and no other host is named."""
-    hosts = assumed_hosts(config, with_devices(host, config, serving=serving))
-    placement = plan(config, *hosts, serving=serving)
+    hosts = assumed_hosts(config, with_devices(host, config))
+    placement = plan(config, *hosts)
     print(to_toml(config))
     lines, shape = describe(placement, *hosts), shape_of(config)
     if placement.device == "cuda" and shape is not None:

@@ -140,7 +140,7 @@ def slower(names: Sequence[str], seeds: Sequence[int]) -> None:
 
 def trainer(*options: str) -> tuple[PolicyUpdater, int]:
     """The only rank of such a run's trainer, and its vocabulary."""
-    config, _ = resolve(VERB.read([*RECIPE, *ALONE, *options]))
+    config = resolve(VERB.read([*RECIPE, *ALONE, *options]))
     updater = PolicyUpdater(
         config.trainer_settings(),
         model_path=model_directory(config),

@@ -74,7 +74,7 @@ async def measure(pairs: int) -> dict[tuple[Load, str, bool], list[float]]:
             settings = GeneratorConfig(count=1, max_model_len=LENGTH, dtype=dtype, deterministic=deterministic)
             policy = PolicyConfig(tiny=dataclasses.replace(POLICY, max_length=LENGTH))
             config = RunConfig(policy=policy, generator=settings)
-            place = plan(config, detect_host()).mesh("generator0")
+            place = plan(config, detect_host()).meshes["generator0"]
             place = dataclasses.replace(place, name=f"{dtype}-{deterministic}")
             mesh = provisioner.spawn(place).spawn(place.name, OneEngine, settings, str(model_directory(config)))
             engines[dtype, deterministic] = mesh[0]

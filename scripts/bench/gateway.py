@@ -40,7 +40,7 @@ from parts.fleet import POLICY, PROMPT_TOKENS, make_request
 from parts.table import print_report
 
 from titan_rl.actors.router import GeneratorRouter
-from titan_rl.config import RunConfig
+from titan_rl.config import RunConfig, ServeConfig
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.policy.config import PolicyConfig
@@ -216,7 +216,7 @@ async def measure(rounds: int, generators: int) -> None:
     )
     with tempfile.TemporaryFile("w+") as log:
         async with (
-            bring_up(config, GatewayConfig(port=0, model=MODEL)) as up,
+            bring_up(ServeConfig.of(config, GatewayConfig(port=0, model=MODEL))) as up,
             api_server(model_directory(config), log) as api_url,
         ):
 

@@ -67,7 +67,7 @@ class MortalFleet:
         stage = Stage(
             name="torch",
             kinds=tuple(Kind),
-            environment=self._plan.mesh("generator0").env[0],
+            environment=self._plan.meshes["generator0"].env[0],
             imports=(
                 "titan_rl.generation.engine_loop",
                 "titan_rl.generation.simulated_engine",
@@ -128,7 +128,7 @@ class MortalFleet:
         await asyncio.wait_for(wait(), SECONDS)
 
     def _spawn(self, name: str) -> Any:
-        mesh = self.provisioner.spawn(self._plan.mesh(name))
+        mesh = self.provisioner.spawn(self._plan.meshes[name])
         if name == "router":
             handles = {each: generator.actor for each, generator in self.generators.items()}
             return mesh.spawn(name, GeneratorRouter, RouterConfig(), handles)

@@ -65,8 +65,8 @@ class Parts:
 
     async def worker(self, gateway: GatewayClient) -> RolloutWorkers:
         config = RunConfig(environment=EnvironmentConfig(name=f"{TASKS / 'careless.py'}:Careless"))
-        rollouts = RolloutWorkers(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
-        settings = {"mesh": "rollout0", "model_path": self._model_path, "imports": ()}
+        rollouts = RolloutWorkers(config)
+        settings = {"mesh": "rollout0", "model_path": self._model_path}
         rollouts.workers[0].replace([self._spawn("rollout", RolloutWorker, config, **settings)])
         await rollouts.workers[0].setup(router=self.router, gateway=gateway.actor)
         return rollouts

@@ -134,7 +134,7 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         for name, ranks in ENGINES.items()
     }
     places = {
-        name: plan(RunConfig(policy=PolicyConfig(tiny=policy), generator=config), detect_host()).mesh("generator0")
+        name: plan(RunConfig(policy=PolicyConfig(tiny=policy), generator=config), detect_host()).meshes["generator0"]
         for name, config in configs.items()
     }
     # nine processes with torch, two of them with vLLM, from one that has imported both

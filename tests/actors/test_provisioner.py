@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import dataclasses
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -188,7 +189,7 @@ async def test_the_late_fault_of_a_stopped_mesh_is_no_news_to_anyone(tmp_path: P
 
         [name] = running.mesh.actors
         running.provisioner.hear(name, "killed")
-        assert [str(fault) for fault in running.faults] == ["mesh same failed: killed"]
+        assert await running.next() == "mesh same failed: killed"
         running.provisioner.hear("another", "killed")
         assert len(running.faults) == 1, "what nobody spawned here is Monarch's own"
     finally:
@@ -321,13 +322,13 @@ async def test_a_host_has_a_mesh_until_its_processes_are_stopped(tmp_path: Path)
 
 async def test_the_end_of_an_agent_is_no_fault_of_a_mesh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Monarch tells it when a link is mended, long after the host was lost."""
-    faults: list[ActorFailed] = []
-    hosts = Provisioner(log_directory=str(tmp_path), imports=(), on_fault=faults.append)
+    faults: queue.Queue[ActorFailed] = queue.Queue()
+    hosts = Provisioner(log_directory=str(tmp_path), imports=(), on_fault=faults.put)
     mesh = SimpleNamespace(name="rollout0", actors=["rollout0_1"], any_ended=False)
     monkeypatch.setattr(hosts, "_meshes", {"rollout0": mesh})
     for name in ("agent_7", "rollout0_1"):
         provisioner._hear(SimpleNamespace(mesh_name=f"{name}-d4HS", report=lambda: "the process ended"))
-    assert [fault.mesh for fault in faults] == ["rollout0"]
+    assert (await asyncio.to_thread(faults.get, timeout=SECONDS)).mesh == "rollout0" and faults.empty()
     monkeypatch.undo()
     await hosts.stop_all()
 

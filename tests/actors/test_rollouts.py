@@ -29,6 +29,7 @@ from titan_rl.errors import ActorGone, GatewayGone, GroupStopped, SampleStoreFul
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig, TrainerConfig
 from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.rollout.config import RolloutConfig
 from titan_rl.rollout.report import GroupReport, unplayed
 from titan_rl.rpc.connection import bounded
 from titan_rl.supervision.provisioner import Provisioner
@@ -67,7 +68,7 @@ class Workers:
     """Two workers, their client and their router, each worker in a process of its own."""
 
     def __init__(self, spawn: Callable[[int], Any], router: Any) -> None:
-        self.rollouts = RolloutWorkers(workers=2, start_seconds=SECONDS, step_seconds=SECONDS)
+        self.rollouts = RolloutWorkers(RunConfig(rollout=RolloutConfig(workers=2)))
         self.pids: list[int] = [0, 0]
         self._spawn = spawn
         self._router = router
@@ -107,7 +108,7 @@ async def workers(config: RunConfig, model_path: Path, number: int) -> AsyncIter
 
         def spawn(worker: int) -> Any:
             plan = mesh_plan(f"rollout{next(serial)}", beside=__file__)
-            settings = {"mesh": f"rollout{worker}", "model_path": str(model_path), "imports": ()}
+            settings = {"mesh": f"rollout{worker}", "model_path": str(model_path)}
             return provisioner.spawn(plan).spawn("rollout", RolloutWorker, config, **settings)[0]
 
         up = Workers(spawn, router)
@@ -300,7 +301,7 @@ class Fragile(RolloutWorkerClient):
 async def test_groups_that_end_their_worker_each_time_are_named_and_cost_no_other(
     groups: Sequence[int], deadly: set[int]
 ) -> None:
-    rollouts = RolloutWorkers(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
+    rollouts = RolloutWorkers(RunConfig())
     rollouts.workers = [worker := Fragile("rollout0", rollouts)]
     worker.store, worker.deadly = "store.1", frozenset(deadly)
     reports = await asyncio.wait_for(rollouts.run_groups([group(each) for each in groups]), SECONDS)
@@ -316,7 +317,7 @@ async def test_a_group_is_not_to_blame_for_the_end_of_its_gateway() -> None:
         async def run_group(self, request: GroupRequest) -> GroupReport:
             raise GatewayGone("the gateway was killed")
 
-    rollouts = RolloutWorkers(workers=1, start_seconds=SECONDS, step_seconds=SECONDS)
+    rollouts = RolloutWorkers(RunConfig())
     rollouts.workers = [worker := Gatewayless("rollout0", rollouts)]
     worker.store = "store.1"
     for attempt in range(50):

@@ -58,8 +58,8 @@ def task(tmp_path):
 @pytest.fixture
 def started(monkeypatch):
     """Runs that were started, in place of starting them."""
-    runs: list[tuple[RunConfig, tuple[str, ...]]] = []
+    runs: list[RunConfig] = []
     module = types.ModuleType("titan_rl.run.run")
-    module.run = lambda config, imports, resume, **_: runs.append((config, imports)) or 0
+    module.run = lambda config, resume, **_: runs.append(config) or 0
     monkeypatch.setitem(sys.modules, "titan_rl.run.run", module)
     return runs

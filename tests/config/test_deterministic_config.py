@@ -18,7 +18,7 @@ HOST = HostFacts(cpus=8, cuda_devices=tuple(range(8)))
 
 
 def environment(config: RunConfig, mesh: str) -> dict[str, str]:
-    return plan(config, HOST).mesh(mesh).env[0]
+    return plan(config, HOST).meshes[mesh].env[0]
 
 
 def test_the_run_decides_for_generators_and_trainer():

@@ -46,7 +46,7 @@ def chosen_for(source: str, tmp_path: Path) -> tuple[Survey, dict[str, object]]:
     file = tmp_path / "mine.py"
     file.write_text(source)
     config = replace(task(), environment=EnvironmentConfig(name=find_task(str(file))))
-    found = asyncio.run(survey(config, (str(file),)))
+    found = asyncio.run(survey(config))
     return found, {each.setting: each.value for each in choose(found)}
 
 
@@ -199,6 +199,6 @@ def test_weights_with_few_positions_get_what_fits_into_them():
 def test_a_length_that_the_user_gives_takes_the_place_of_the_chosen_one(tmp_path):
     (tmp_path / "mine.py").write_text(SWAP)
     words = [str(tmp_path / "mine.py"), "--generator.max-model-len", "16", "--rollout.samples-per-group", "4"]
-    config, _ = for_task(words[0], VERB.read(words), "train")
+    config = for_task(words[0], VERB.read(words), "train")
     assert config.generator.max_model_len == 16 and config.policy.tiny.max_length == 32
     assert config.rollout.samples_per_group == 4 and config.rollout.most_samples == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import pytest
 import yaml
 
 from titan_rl import cli
-from titan_rl.submit import KubernetesConfig, SlurmConfig, Start, dns_name
+from titan_rl.submit import KubernetesConfig, SlurmConfig, dns_name, train_in
 from titan_rl.train import VERB, resolve
 
-START = Start("cpu_smoke-20260101-120000", Path("/runs/it's here"), ("--recipe", "cpu_smoke", "--loop.steps", "7"))
+DIRECTORY = Path("/runs/it's here/cpu_smoke-20260101-120000")
+START = DIRECTORY, train_in(DIRECTORY, ("--recipe", "cpu_smoke", "--loop.steps", "7"))
 TRUSTED = "--trusted-network"
 
 
@@ -59,33 +59,33 @@ def test_a_dry_run_prints_the_script_and_makes_nothing(capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("kind", [SlurmConfig(nodes=2), KubernetesConfig(nodes=2)])
 def test_every_node_starts_a_run_that_goes_on_in_the_directory_of_the_job(kind: Any) -> None:
-    text = kind.text(START)
+    text = kind.text(*START, 0)
     assert "Trusted networks only" in text
     assert all(name in text for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TITAN_RL_NODES"))
-    command = VERB.read(START.command("python")[3:])
+    command = VERB.read(START[1][2:])
     assert command.values["--resume"] == "auto" and "placement.trusted_network" in command.given
-    config, _ = resolve(command)
-    assert config.logging.directory == str(START.directory) and config.loop.steps == 7
+    config = resolve(command)
+    assert config.logging.directory == str(DIRECTORY) and config.loop.steps == 7
 
 
 def test_the_script_of_slurm_is_sound_bash_and_asks_to_be_queued_again() -> None:
     job = SlurmConfig(nodes=3, partition="gpu", time="4:00:00", gpus_per_node=8, sbatch=("account=me", "no-kill"))
-    script = job.text(START)
+    script = job.text(*START, 0)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
     options = {line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH")}
     assert {"nodes=3", "ntasks-per-node=1", "exclusive", "mem=0", "gpus-per-node=8", "partition=gpu"} <= options
     assert {"time=4:00:00", "requeue", "signal=HUP@120", "open-mode=append", "account=me", "no-kill"} <= options
-    assert f"output={shlex.quote(str(START.directory / 'job.log'))}" in options
+    assert f"output={shlex.quote(str(DIRECTORY / 'job.log'))}" in options
 
 
 def test_a_slurm_job_may_share_its_nodes() -> None:
-    script = SlurmConfig(cpus_per_node=4).text(START)
+    script = SlurmConfig(cpus_per_node=4).text(*START, 0)
     assert "#SBATCH --cpus-per-task=4\n" in script and "exclusive" not in script
 
 
 def test_the_manifest_of_kubernetes_has_the_structure_that_kubernetes_asks_for() -> None:
     job = KubernetesConfig(nodes=2, image="me/rl:1", claim="runs", gpus_per_node=8, namespace="team")
-    items = {item["kind"]: item for item in yaml.safe_load_all(job.text(START))}
+    items = {item["kind"]: item for item in yaml.safe_load_all(job.text(*START, 0))}
     versions = {kind: item["apiVersion"] for kind, item in items.items()}
     assert versions == {"Service": "v1", "NetworkPolicy": "networking.k8s.io/v1", "Job": "batch/v1"}
     name = "cpu-smoke-20260101-120000"
@@ -116,15 +116,14 @@ def test_the_manifest_of_kubernetes_has_the_structure_that_kubernetes_asks_for()
 
 
 def test_a_job_with_gpus_has_what_nccl_rdma_and_publications_need() -> None:
-    start = replace(START, shared_memory=200 << 30)
     job = KubernetesConfig(image="me/rl:1", claim="runs", gpus_per_node=8, rdma="rdma/hca")
-    pod = list(yaml.safe_load_all(job.text(start)))[2]["spec"]["template"]["spec"]
+    pod = list(yaml.safe_load_all(job.text(*START, 200 << 30)))[2]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8", "rdma/hca": "1"}
     assert container["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
     assert {"medium": "Memory", "sizeLimit": "250Gi"} in [volume.get("emptyDir") for volume in pod["volumes"]]
     assert {"name": "NCCL_DEBUG", "value": "WARN"} in container["env"]
-    script = SlurmConfig(gpus_per_node=8).text(START)
+    script = SlurmConfig(gpus_per_node=8).text(*START, 0)
     assert "#SBATCH --gpus-per-node=8\n" in script and " NCCL_DEBUG=WARN\n" in script
 
 

@@ -61,8 +61,8 @@ def test_on_cuda_every_computing_rank_has_a_device_of_its_own_among_those_that_i
     config = replace(config, placement=replace(config.placement, device="cuda"))
     devices = tuple(range(3, 3 + devices_needed(config)))
     placement = plan(config, HostFacts(cpus=8, cuda_devices=devices))
-    idle = [mesh for mesh in placement.meshes if not mesh.kind.computes]
-    computing = [mesh for mesh in placement.meshes if mesh not in idle]
+    idle = [mesh for mesh in placement.meshes.values() if not mesh.kind.computes]
+    computing = [mesh for mesh in placement.meshes.values() if mesh not in idle]
     assert sorted(each for mesh in computing for each in mesh.devices) == list(devices)
     for mesh in computing:
         for rank, env in enumerate(mesh.env):
@@ -77,7 +77,7 @@ def test_ranks_of_different_meshes_may_share_devices_and_those_of_one_mesh_never
     config = replace(config, placement=replace(config.placement, device="cuda", ranks_per_device=times))
     devices = tuple(range(devices_needed(config)))
     placement = plan(config, HostFacts(cpus=8, cuda_devices=devices))
-    computing = [mesh.devices for mesh in placement.meshes if mesh.kind.computes]
+    computing = [mesh.devices for mesh in placement.meshes.values() if mesh.kind.computes]
     assert all(len(set(mesh)) == len(mesh) for mesh in computing)
     assert max(Counter(each for mesh in computing for each in mesh).values()) <= times
     assert config.generator_settings().shares_device
@@ -87,7 +87,7 @@ def test_ranks_of_different_meshes_may_share_devices_and_those_of_one_mesh_never
 def test_on_cpu_no_rank_sees_a_device_and_each_has_its_threads(config):
     config = replace(config, placement=replace(config.placement, device="cpu"))
     placement = plan(config, HostFacts(cpus=2, cuda_devices=(0, 1)))
-    for mesh in placement.meshes:
+    for mesh in placement.meshes.values():
         for env in mesh.env:
             assert env["CUDA_VISIBLE_DEVICES"] == ""
             assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == str(config.placement.threads)
@@ -96,17 +96,17 @@ def test_on_cpu_no_rank_sees_a_device_and_each_has_its_threads(config):
 def test_on_cuda_a_trainer_rank_has_its_share_of_the_cores_and_memory_without_holes():
     host = HostFacts(cpus=96, cuda_devices=tuple(range(8)))
     placement = plan(RunConfig(trainer=TrainerConfig(data_parallel=2)), host)
-    for env in placement.mesh("trainer").env:
+    for env in placement.meshes["trainer"].env:
         assert env["OMP_NUM_THREADS"] == env["MKL_NUM_THREADS"] == "12"
         assert env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    for mesh in placement.meshes:
+    for mesh in placement.meshes.values():
         assert mesh.name == "trainer" or not {"12", "expandable_segments:True"} & set(mesh.env[0].values())
 
 
 def test_on_cuda_a_rank_has_the_cores_near_its_device():
     host = HostFacts(cpus=8, cuda_devices=(2, 3, 5), device_cores=("0-3", "4-7", ""))
     placement = plan(RunConfig(), host)
-    given = {mesh.devices[0]: mesh.env[0].get(CORES) for mesh in placement.meshes}
+    given = {mesh.devices[0]: mesh.env[0].get(CORES) for mesh in placement.meshes.values()}
     assert given == {2: "0-3", 3: "4-7", 5: None, None: None}
     assert CORES not in "\n".join(describe(placement, host)), "it is not alike for all generators"
 
@@ -123,19 +123,19 @@ def test_a_process_has_the_listed_cores_as_far_as_it_may_unless_its_threads_woul
 @given(configs)
 def test_every_mesh_has_the_ranks_that_the_config_asks_for(config):
     placement = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(devices_needed(config)))))
-    ranks = {mesh.name: mesh.ranks for mesh in placement.meshes}
+    ranks = {mesh.name: mesh.ranks for mesh in placement.meshes.values()}
     fleet = range(config.generator.count + config.placement.spares)
     generators = {f"generator{number}": config.generator.tensor_parallel for number in fleet}
     workers = {f"rollout{number}": 1 for number in range(config.rollout.workers)}
     assert ranks == {"trainer": config.trainer.ranks, **generators, "router": 1, **workers}
     assert len(placement.meshes) == len(ranks)
-    for mesh in placement.meshes:
+    for mesh in placement.meshes.values():
         assert len(set(mesh.positions)) == len(mesh.env) == len(mesh.devices) == len(mesh.positions)
 
 
 def test_tensor_parallel_ranks_are_next_to_each_other():
     config = RunConfig(trainer=TrainerConfig(data_parallel=2, tensor_parallel=2))
-    positions = plan(config, HostFacts(cpus=2)).mesh("trainer").positions
+    positions = plan(config, HostFacts(cpus=2)).meshes["trainer"].positions
     assert positions == ("fsdp 0/2, tp 0/2", "fsdp 0/2, tp 1/2", "fsdp 1/2, tp 0/2", "fsdp 1/2, tp 1/2")
 
 
@@ -152,8 +152,8 @@ def test_too_few_devices_are_refused_with_both_numbers():
 
 def test_dynamo_is_turned_off_for_generators_on_cpu_only():
     config = RunConfig(placement=PlacementConfig(device="auto"))
-    on_cpu = plan(config, HostFacts(cpus=2)).mesh("generator0").env[0]
-    on_cuda = plan(config, HostFacts(cpus=2, cuda_devices=(0, 1, 2))).mesh("generator0").env[0]
+    on_cpu = plan(config, HostFacts(cpus=2)).meshes["generator0"].env[0]
+    on_cuda = plan(config, HostFacts(cpus=2, cuda_devices=(0, 1, 2))).meshes["generator0"].env[0]
     assert on_cpu["TORCHDYNAMO_DISABLE"] == "1" and on_cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert not {"TORCHDYNAMO_DISABLE", "VLLM_CPU_OMP_THREADS_BIND"} & set(on_cuda)
 
@@ -161,7 +161,7 @@ def test_dynamo_is_turned_off_for_generators_on_cpu_only():
 @pytest.mark.parametrize(("ranks", "order"), [(1, None), (2, None), (4, "0")])
 def test_more_than_two_ranks_add_in_a_fixed_order(ranks, order):
     config = RunConfig(generator=GeneratorConfig(tensor_parallel=ranks), placement=PlacementConfig(device="cuda"))
-    env = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(1 + 2 * ranks)))).mesh("generator0").env[0]
+    env = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(1 + 2 * ranks)))).meshes["generator0"].env[0]
     assert env.get("VLLM_ALLREDUCE_USE_FLASHINFER") == order
 
 
@@ -170,10 +170,10 @@ def test_ranks_on_cuda_know_their_devices_and_network_by_exact_names_and_have_ti
     where = PlacementConfig(device="cuda", hosts=("10.0.0.2:1",), trainer=("host0", "host1"), trusted_network=True)
     config = RunConfig(trainer=TrainerConfig(data_parallel=2), placement=where)
     placement = plan(config, *hosts)
-    assert {env["CUDA_DEVICE_ORDER"] for mesh in placement.meshes for env in mesh.env} == {"PCI_BUS_ID"}
-    for env in placement.mesh("trainer").env:
+    assert {env["CUDA_DEVICE_ORDER"] for mesh in placement.meshes.values() for env in mesh.env} == {"PCI_BUS_ID"}
+    for env in placement.meshes["trainer"].env:
         assert (env["GLOO_SOCKET_IFNAME"], env["NCCL_SOCKET_IFNAME"]) == ("eth1", "=eth1"), "else NCCL takes eth10, too"
-    (engine,) = placement.mesh("generator0").env
+    (engine,) = placement.meshes["generator0"].env
     assert engine["NCCL_SOCKET_IFNAME"] == "=lo"
     assert engine["VLLM_LOGGING_LEVEL"] == "INFO", "a start of minutes says what it is at"
     table = SimpleNamespace(config=config, placement=placement)
@@ -202,7 +202,7 @@ def test_every_process_can_be_forked_from_the_one_stage_of_its_kind(config, engi
     of = {kind: (stage, environment) for stage, environment in found for kind in stage.kinds}
     assert of[Kind.TRAINER][0].imports != of[Kind.ROUTER][0].imports
     assert (of[Kind.GENERATOR][0] is of[Kind.ROUTER][0]) == (engine == "simulated")
-    for mesh in plan(config, host).meshes:
+    for mesh in plan(config, host).meshes.values():
         stage, environment = of[mesh.kind]
         for variables in mesh.env:
             read = {name for name in variables if name.startswith(READ_AT_START) or name in (stage.environment or {})}
@@ -223,11 +223,13 @@ def test_what_is_placed_again_leaves_alone_what_lives(config, hosts, device, nam
         left = facts[:lost] + facts[lost + 1 :]
         after = plan(config, *left, kept=before)
         assert after.device == device
-        assert {host for mesh in after.meshes for host in mesh.hosts} <= {host.name for host in left}
-        assert {mesh.name for mesh in before.meshes} - {mesh.name for mesh in after.meshes} == {f"relay{lost}"}
-        for mesh in before.meshes:
+        assert {host for mesh in after.meshes.values() for host in mesh.hosts} <= {host.name for host in left}
+        assert {mesh.name for mesh in before.meshes.values()} - {mesh.name for mesh in after.meshes.values()} == {
+            f"relay{lost}"
+        }
+        for mesh in before.meshes.values():
             if facts[lost].name not in mesh.hosts:
-                assert any(each is mesh for each in after.meshes)
+                assert any(each is mesh for each in after.meshes.values())
 
 
 def test_what_has_no_room_any_more_is_left_out_and_comes_back_with_room():
@@ -237,15 +239,15 @@ def test_what_has_no_room_any_more_is_left_out_and_comes_back_with_room():
     hosts = HostFacts(cpus=4, cuda_devices=(0, 1, 2)), HostFacts(cpus=4, cuda_devices=(0, 1), name="host1")
     before = plan(config, *hosts)
     after = plan(config, hosts[0], kept=before)
-    assert {"generator0", "generator1"} - set(after.names) == {
-        name for name in ("generator0", "generator1") if before.mesh(name).hosts[0] == "host1"
+    assert {"generator0", "generator1"} - set(after.meshes) == {
+        name for name in ("generator0", "generator1") if before.meshes[name].hosts[0] == "host1"
     }
-    assert {"trainer", "router", "rollout0", "relay0"} <= set(after.names)
+    assert {"trainer", "router", "rollout0", "relay0"} <= set(after.meshes)
     again = plan(config, *hosts, kept=after)
     for name in ("generator0", "generator1"):
-        assert (again.mesh(name).hosts, again.mesh(name).devices) == (
-            before.mesh(name).hosts,
-            before.mesh(name).devices,
+        assert (again.meshes[name].hosts, again.meshes[name].devices) == (
+            before.meshes[name].hosts,
+            before.meshes[name].devices,
         )
 
 
@@ -256,7 +258,7 @@ def test_a_gateway_on_loopback_is_for_programs_on_its_host():
     with pytest.raises(ConfigError, match="rollout.agents.host: the gateway of host0 cannot be reached from host1"):
         plan(config, *hosts)
     reachable = replace(config.rollout, agents=AgentsConfig(host="10.0.0.1"))
-    assert plan(replace(config, rollout=reachable), *hosts).mesh("rollout0").hosts == ("host1",)
+    assert plan(replace(config, rollout=reachable), *hosts).meshes["rollout0"].hosts == ("host1",)
 
 
 @pytest.mark.parametrize("host", ["[::1]:x", "10.0.0.2:70000", "10.0.0.2"])
@@ -280,9 +282,9 @@ def test_a_trainer_over_several_hosts_needs_a_trusted_network():
     placement = plan(config, *hosts)
     table = SimpleNamespace(config=config, placement=placement, report=print, say=print)
     with pytest.raises(ConfigError, match="torch's connections between the hosts of a trainer are not encrypted"):
-        TrainerKind(table).client(placement.mesh("trainer"))
+        TrainerKind(table).client(placement.meshes["trainer"])
     table.config = replace(config, placement=replace(where, trusted_network=True))
-    TrainerKind(table).client(placement.mesh("trainer"))
+    TrainerKind(table).client(placement.meshes["trainer"])
 
 
 def test_the_description_has_one_row_for_every_process():
@@ -356,12 +358,7 @@ def test_the_head_and_block_sizes_of_the_cpu_attention_are_vllms():
 
 def test_a_run_has_a_gateway_where_programs_play_its_rollouts():
     names = [
-        [
-            mesh.name
-            for mesh in plan(
-                RunConfig(environment=EnvironmentConfig(name=f"{TOOL_SUM}:{task}")), HostFacts(cpus=2)
-            ).meshes
-        ]
+        [*plan(RunConfig(environment=EnvironmentConfig(name=f"{TOOL_SUM}:{task}")), HostFacts(cpus=2)).meshes]
         for task in ("ToolSum", "ToolSumAgent")
     ]
     assert [name for name in names[1] if name != "gateway"] == names[0]

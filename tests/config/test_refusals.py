@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from titan_rl import cli, config_registry, train
+from titan_rl.config import ServeConfig
 from titan_rl.errors import ConfigError
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.hosts.facts import HostFacts
@@ -104,7 +105,8 @@ def test_truncated_sampling_is_refused_where_a_run_trains_on_cuda():
     (found,) = [each for each in check_run(config, host) if "top_k" in str(each)]
     assert type(found) is ConfigError
     assert str(found).startswith("rollout.sampling.top_k and rollout.sampling.min_p: not on CUDA")
-    assert not [each for each in check_run(config, host, GatewayConfig(port=0)) if "top_k" in str(each)]
+    served = ServeConfig.of(config, GatewayConfig(port=0))
+    assert not [each for each in check_run(served, host) if "top_k" in str(each)]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def checkpoint(directory: Path, **changes: object) -> Path:
 def test_a_local_checkpoint_directory_is_accepted(tmp_path, started):
     directory = checkpoint(tmp_path / "model")
     assert train.main(["--recipe", "copy4", "--policy.path", str(directory)]) == 0
-    assert started[0][0].policy.path == str(directory)
+    assert started[0].policy.path == str(directory)
 
 
 @pytest.mark.parametrize(

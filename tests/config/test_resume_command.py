@@ -23,7 +23,7 @@ from titan_rl.run.runs import CLOSE, MAY_CHANGE, begun, check_differences, diffe
 
 
 def config(*arguments: str) -> RunConfig:
-    return train.resolve(train.VERB.read(["--recipe", "copy4", *arguments]))[0]
+    return train.resolve(train.VERB.read(["--recipe", "copy4", *arguments]))
 
 
 def make_run(directory: Path, *arguments: str, steps: tuple[int, ...] = (), done: bool = False, at: int = 0) -> Path:
@@ -58,7 +58,7 @@ def test_a_run_directory_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> N
 def test_an_empty_table_of_a_group_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "it.toml"
     file.write_text('recipe = "copy4"\n[policy]\n[policy.tiny]\n')
-    assert train.resolve(train.VERB.read(["--config", str(file)]))[0].policy == copy4().policy
+    assert train.resolve(train.VERB.read(["--config", str(file)])).policy == copy4().policy
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_auto_passes_over_a_run_of_which_no_checkpoint_can_be_read(tmp_path: Pat
     make_run(tmp_path / "newer", *runs, steps=(2,), at=2)  # its ledger is no pickle
     make_run(tmp_path / "older", *runs, at=1)
     command = train.VERB.read(["--recipe", "copy4", *runs, "--resume", "auto"])
-    resume = train._what_to_run(command, "titan-rl train")[2]
+    resume = train._what_to_run(command, "titan-rl train")[1]
     assert resume is not None and resume.run == tmp_path / "older"
     assert "newer is passed over: " in capsys.readouterr().err
 
@@ -277,7 +277,7 @@ def resumed(*arguments: str) -> Any:
 
 def test_the_settings_of_a_run_need_not_be_repeated_and_new_ones_win(tmp_path: Path, capsys: Any) -> None:
     run = make_run(tmp_path / "run", "--loop.groups_per_step", "8", "--seed", "5", steps=(2,))
-    found, _, resume = resumed(str(run), "--loop.steps", "9")
+    found, resume = resumed(str(run), "--loop.steps", "9")
     assert (found.loop.groups_per_step, found.seed, found.loop.steps) == (8, 5, 9)
     assert resume.run == run
     assert capsys.readouterr().err == "titan-rl train: loop.steps 150 → 9\n"
@@ -366,7 +366,7 @@ def test_auto_takes_the_newest_unfinished_run_of_this_recipe_and_config(tmp_path
     make_run(tmp_path / "done", *runs, at=30, done=True)
     make_run(tmp_path / "other", *runs, "--seed", "3", at=40)
     (make_run(tmp_path / "unreadable", at=50) / CONFIG).write_text("recipe = 'gone'\n")
-    found, _, resume = auto(tmp_path, "--loop.steps", "7")
+    found, resume = auto(tmp_path, "--loop.steps", "7")
     assert resume.run == run and found.loop.steps == 7
     said = capsys.readouterr().err
     assert "unreadable is passed over" in said and f"going on with {run}" in said
@@ -375,6 +375,6 @@ def test_auto_takes_the_newest_unfinished_run_of_this_recipe_and_config(tmp_path
 def test_auto_starts_a_new_run_where_there_is_none(tmp_path: Path, capsys: Any) -> None:
     make_run(tmp_path / "done", done=True)
     make_run(tmp_path / "other", "--seed", "3")
-    found, _, resume = auto(tmp_path)
+    found, resume = auto(tmp_path)
     assert resume is None and found == config("--logging.directory", str(tmp_path))
     assert "a new one starts" in capsys.readouterr().err

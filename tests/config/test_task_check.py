@@ -26,7 +26,7 @@ def checked(wrong="", config=None, **changes):
     seconds = 1.0 if "hangs" in wrong else config.environment.grade_seconds
     environment = replace(config.environment, kwargs={"wrong": wrong}, grade_seconds=seconds)
     config = replace(config, environment=environment, **changes)
-    return check_task(config, (str(TASK),))
+    return check_task(config)
 
 
 WRONG = {
@@ -111,7 +111,7 @@ def test_right_answers_that_get_no_reward_are_said():
 
 
 def test_right_answers_that_would_be_cut_are_said():
-    (problem,) = check_task(variant(load_recipe("copy4"), {"rollout.sampling.max_new_tokens": 4}), ())
+    (problem,) = check_task(variant(load_recipe("copy4"), {"rollout.sampling.max_new_tokens": 4}))
     assert isinstance(problem, ConfigWarning)
     assert "a right answer has 4 tokens and its end, rollout.sampling.max_new_tokens is 4: it is cut" in str(problem)
 
@@ -124,4 +124,4 @@ def test_demonstrations_are_tried_only_where_a_warm_up_asks_for_them():
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if load_recipe(name).policy.tiny is not None])
 def test_bundled_tasks_pass(name):
-    assert check_task(load_recipe(name), ()) == []
+    assert check_task(load_recipe(name)) == []

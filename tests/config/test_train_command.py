@@ -23,7 +23,7 @@ SORTING = TASKS / "alphabet_sort.py"
 FILES = sorted(TASKS.glob("*.toml"))
 
 
-def resolved(*arguments: str) -> tuple[RunConfig, tuple[str, ...]]:
+def resolved(*arguments: str) -> RunConfig:
     return train.resolve(train.VERB.read(arguments))
 
 
@@ -47,7 +47,7 @@ def resolved(*arguments: str) -> tuple[RunConfig, tuple[str, ...]]:
 def test_the_command_line_wins_over_toml_and_toml_over_the_recipe(arguments, settings, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('recipe = "copy4"\n[loop]\nsteps = 7\ngroups_per_step = 4\n')
-    config, _ = resolved(*arguments.format(file=file).split())
+    config = resolved(*arguments.format(file=file).split())
     assert {name: attrgetter(name)(config) for name in settings} == settings
 
 
@@ -57,7 +57,7 @@ def test_the_command_line_wins_over_toml_and_toml_over_the_recipe(arguments, set
 def read_back(output: str, tmp_path: Path) -> RunConfig:
     file = tmp_path / "written.toml"
     file.write_text(output)
-    return resolved("--config", str(file))[0]
+    return resolved("--config", str(file))
 
 
 def dry_run_code(config):
@@ -67,7 +67,7 @@ def dry_run_code(config):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_dry_run_of_a_recipe_prints_toml_that_gives_the_same_config(name, tmp_path, capsys):
-    config = resolved("--recipe", name)[0]
+    config = resolved("--recipe", name)
     assert train.main(["--recipe", name, "--dry-run"]) == dry_run_code(config)
     output = capsys.readouterr().out
     assert read_back(output, tmp_path) == config
@@ -76,9 +76,9 @@ def test_a_dry_run_of_a_recipe_prints_toml_that_gives_the_same_config(name, tmp_
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_a_bundled_file_is_enough_for_a_dry_run(file, tmp_path, capsys):
-    code = dry_run_code(resolved("--config", str(file))[0])
+    code = dry_run_code(resolved("--config", str(file)))
     assert train.main(["--config", str(file), "--dry-run"]) == code
-    assert read_back(capsys.readouterr().out, tmp_path) == resolved("--config", str(file))[0]
+    assert read_back(capsys.readouterr().out, tmp_path) == resolved("--config", str(file))
 
 
 def test_the_gpu_recipe_loads_anywhere_and_says_what_is_absent(capsys):
@@ -92,11 +92,10 @@ def test_the_gpu_recipe_loads_anywhere_and_says_what_is_absent(capsys):
 
 def test_the_data_of_a_task_starts_at_the_file_that_names_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    kwargs = resolved("--config", str(ROOT / "rl_configs" / "qwen3_0_6b_gsm8k.toml"))[0].environment.kwargs
+    kwargs = resolved("--config", str(ROOT / "rl_configs" / "qwen3_0_6b_gsm8k.toml")).environment.kwargs
     assert kwargs["train_file"] == str(ROOT / "data" / "gsm8k" / "train.jsonl")
-    kwargs = resolved("--recipe", f"{TASKS}/gsm8k.py:qwen3_0_6b", "--environment.kwargs.test_file", "mine.jsonl")[
-        0
-    ].environment.kwargs
+    named = resolved("--recipe", f"{TASKS}/gsm8k.py:qwen3_0_6b", "--environment.kwargs.test_file", "mine.jsonl")
+    kwargs = named.environment.kwargs
     assert kwargs["test_file"] == str(tmp_path / "mine.jsonl")
     assert kwargs["train_file"] == str(ROOT / "data" / "gsm8k" / "train.jsonl"), "as the recipe's file says"
 
@@ -128,15 +127,15 @@ def test_a_task_whose_files_or_packages_are_absent_loads_and_is_not_run(tmp_path
 
 def test_a_recipe_in_a_file_is_found_and_imported_everywhere(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, imports = resolved("--recipe", "task.py:recipe")
+    config = resolved("--recipe", "task.py:recipe")
     assert config.recipe == f"{task}:recipe"
     assert config.environment.name == f"{task}:Doubles"
-    assert imports == (str(task),)
+    assert config.user_modules == (str(task),)
 
 
 def test_a_recipes_class_file_starts_at_the_recipes_directory(task, monkeypatch):
     monkeypatch.chdir("/")
-    assert resolved("--recipe", f"{task}:recipe")[0].environment.name == f"{task}:Doubles"
+    assert resolved("--recipe", f"{task}:recipe").environment.name == f"{task}:Doubles"
 
 
 def test_file_names_in_toml_start_at_its_directory(task, tmp_path, monkeypatch):
@@ -144,18 +143,18 @@ def test_file_names_in_toml_start_at_its_directory(task, tmp_path, monkeypatch):
         'recipe = "task.py:recipe"\n[environment]\nname = "task.py:Doubles"\n[logging]\ndirectory = "out"\n'
     )
     monkeypatch.chdir("/")
-    config, imports = resolved("--config", str(tmp_path / "mine.toml"), "--trainer.loss.name", "losses.py:Mine")
+    config = resolved("--config", str(tmp_path / "mine.toml"), "--trainer.loss.name", "losses.py:Mine")
     assert config.environment.name == f"{task}:Doubles"
     assert config.environment.kwargs == {"top": 3}, "the same class keeps its arguments"
     assert config.logging.directory == str(tmp_path / "out")
-    assert imports == (str(task), "/losses.py")
+    assert config.user_modules == (str(task), "/losses.py")
 
 
-def test_modules_of_the_user_are_imports_and_bundled_ones_are_not(tmp_path, monkeypatch):
+def test_modules_of_the_user_are_imported_and_bundled_ones_are_not(tmp_path, monkeypatch):
     (tmp_path / "my_recipes.py").write_text("from titan_rl.config_registry import copy4 as mine\n")
     monkeypatch.syspath_prepend(tmp_path)
-    _, imports = resolved("--recipe", "my_recipes:mine", "--rollout.rollouter", "titan_rl.rollout.rollouter:Rollouter")
-    assert imports == ("my_recipes",)
+    config = resolved("--recipe", "my_recipes:mine", "--rollout.rollouter", "titan_rl.rollout.rollouter:Rollouter")
+    assert config.user_modules == ("my_recipes",)
 
 
 def test_the_console_command_finds_modules_of_the_working_directory(tmp_path, monkeypatch, capsys):
@@ -188,20 +187,20 @@ def test_a_run_directory_that_cannot_be_made_is_refused_with_its_setting():
 
 def test_a_strategy_of_ones_own_is_found_from_the_working_directory(task, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, imports = resolved("--recipe", "copy4", "--router.strategy", "mine.py:Mine")
-    assert config.router.strategy == f"{tmp_path}/mine.py:Mine" and imports == (f"{tmp_path}/mine.py",)
+    config = resolved("--recipe", "copy4", "--router.strategy", "mine.py:Mine")
+    assert config.router.strategy == f"{tmp_path}/mine.py:Mine" and config.user_modules == (f"{tmp_path}/mine.py",)
     for settings in (("--policy.tiny.architecture",), ("--policy.path", "x", "--policy.architecture")):
-        config, imports = resolved("--recipe", "copy4", *settings, "mine.py:Mine")
-        assert config.policy.family == f"{tmp_path}/mine.py:Mine" and imports == (f"{tmp_path}/mine.py",)
+        config = resolved("--recipe", "copy4", *settings, "mine.py:Mine")
+        assert config.policy.family == f"{tmp_path}/mine.py:Mine" and config.user_modules == (f"{tmp_path}/mine.py",)
 
 
 # --- starting --------------------------------------------------------------------------------------------------------
 
 
-def test_a_real_run_gets_the_config_and_the_imports(task, started):
+def test_a_real_run_gets_the_config_and_the_modules_of_the_user(task, started):
     assert train.main(["--recipe", f"{task}:recipe", "--seed", "4"]) == 0
-    ((config, imports),) = started
-    assert config.seed == 4 and imports == (str(task),)
+    (config,) = started
+    assert config.seed == 4 and config.user_modules == (str(task),)
 
 
 def test_under_torchrun_with_one_process_the_run_starts_without_torchruns_variables(monkeypatch, started):
@@ -229,14 +228,14 @@ def test_what_torchrun_cannot_mean_is_refused(variables, words, monkeypatch, cap
 def test_workers_with_devices_need_none_on_the_controllers_host(capsys, started):
     where = ["--hosts", "10.0.0.2:17000", "--trusted-network", "--placement.device", "cuda"]
     assert train.main(["--recipe", "copy4", *where]) == 0, capsys.readouterr().err
-    assert started[0][0].placement.device == "cuda"
+    assert started[0].placement.device == "cuda"
 
 
 def test_hosts_on_a_network_are_refused_unless_it_is_trusted(capsys, started):
     assert train.main(["--recipe", "copy4", "--hosts", "10.0.0.2:17000,10.0.0.3:17000"]) == 2
     assert "without --trusted-network" in capsys.readouterr().err
     assert train.main(["--recipe", "copy4", "--hosts", "10.0.0.2:17000,10.0.0.3:17000", "--trusted-network"]) == 0
-    assert started[0][0].placement.hosts == ("10.0.0.2:17000", "10.0.0.3:17000")
+    assert started[0].placement.hosts == ("10.0.0.2:17000", "10.0.0.3:17000")
 
 
 # --- help ------------------------------------------------------------------------------------------------------------

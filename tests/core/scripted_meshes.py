@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_rl.actors.router import GeneratorRouter
-from titan_rl.config import RunConfig
+from titan_rl.config import RunConfig, ServeConfig
 from titan_rl.config_registry import copy4
 from titan_rl.errors import MeshFailed, TitanError
 from titan_rl.gateway.config import GatewayConfig
@@ -42,14 +42,16 @@ class Processes:
         """Of hosts that join."""
         self.hosts = {host.name: SimpleNamespace(facts=host, name=host.name, lost="") for host in hosts}
 
-    async def attach(self, workers: dict[str, str], *, on_lost: Any, **_: Any) -> None:
+    async def attach(self, workers: dict[str, str], *, on_lost: Any, **_: Any) -> list[Any]:
         self.on_lost = on_lost
-        self.hosts |= {
+        new = {
             name: SimpleNamespace(
                 facts=HostFacts(cpus=2, name=name, cuda_devices=self.devices), name=name, try_rdma=_try_rdma
             )
             for name in workers
         }
+        self.hosts |= new
+        return [*new.values()]
 
     def on(self, host: str) -> list[str]:
         return [name for name, hosts in self._on.items() if host in hosts]
@@ -135,9 +137,7 @@ class Client:
 
 
 class Run:
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, config: RunConfig, *hosts: HostFacts, serving: bool = False
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, config: RunConfig, *hosts: HostFacts) -> None:
         def client(kind: MeshKind, plan: MeshPlan) -> Any:
             client = self.clients[plan.name] = Client(plan.name)
             if plan.kind is Kind.ROLLOUT:
@@ -156,9 +156,7 @@ class Run:
         monkeypatch.setattr(managed_mesh, "LONGEST_PAUSE", 0.0)
         monkeypatch.setattr(module, "sweep_dead_segments", lambda: None)
         monkeypatch.setattr(module, "remove_segments_of", lambda pid: None)
-        self.meshes = Supervisor(
-            config, gateway=GatewayConfig(), on_mesh=self.doing.__setitem__, say=self.said.append, serving=serving
-        )
+        self.meshes = Supervisor(config, on_mesh=self.doing.__setitem__, say=self.said.append)
         self.run_end = self.meshes.run_end
         self.hosts = HostControl(self.meshes, check)
 
@@ -197,6 +195,10 @@ def one_host(**placement: Any) -> RunConfig:
     return dataclasses.replace(config, placement=dataclasses.replace(config.placement, **placement))
 
 
+def served() -> RunConfig:
+    return ServeConfig.of(copy4(), GatewayConfig())
+
+
 def two_hosts(**placement: Any) -> RunConfig:
     """The trainer is on host0; host1 has generator1 and rollout0."""
     config = copy4()
@@ -213,9 +215,9 @@ class Runs:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self._made = monkeypatch, list[Run]()
 
-    async def begin(self, config: RunConfig, *hosts: HostFacts, serving: bool = False) -> Run:
+    async def begin(self, config: RunConfig, *hosts: HostFacts) -> Run:
         """One whose processes start."""
-        self._made.append(run := Run(self._monkeypatch, config, *hosts, serving=serving))
+        self._made.append(run := Run(self._monkeypatch, config, *hosts))
         await run.hosts.place()
         run.meshes.spawn()
         return run

@@ -120,11 +120,11 @@ async def test_a_lost_host_is_taken_back_under_its_name(runs: Runs, monkeypatch:
     run, _ = await commanded(runs, two_hosts(), *CPU)
     attach, tries = run.processes.attach, []
 
-    async def refuse_twice(*hosts: Any, **options: Any) -> None:
+    async def refuse_twice(*hosts: Any, **options: Any) -> Any:
         tries.append(hosts)
         if len(tries) < 3:
             raise HostLost("nobody answers")
-        await attach(*hosts, **options)
+        return await attach(*hosts, **options)
 
     monkeypatch.setattr(run.processes, "attach", refuse_twice)
     run.lose("host1")
@@ -141,10 +141,10 @@ async def test_a_host_that_cannot_be_taken_back_for_any_reason_is_tried_again(
     run, _ = await commanded(runs, two_hosts(), *CPU)
     attach, errors = run.processes.attach, [RuntimeError("Monarch: channel closed"), KeyError("host1")]
 
-    async def fail_twice(*hosts: Any, **options: Any) -> None:
+    async def fail_twice(*hosts: Any, **options: Any) -> Any:
         if errors:
             raise errors.pop()
-        await attach(*hosts, **options)
+        return await attach(*hosts, **options)
 
     monkeypatch.setattr(run.processes, "attach", fail_twice)
     run.lose("host1")

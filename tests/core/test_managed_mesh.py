@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scripted_meshes import served
 
 from titan_rl.config_registry import copy4
 from titan_rl.errors import MeshFailed, MeshLeaves
@@ -116,5 +117,7 @@ def test_only_the_handle_of_processes_that_were_born_is_given_away() -> None:
 
 def test_every_mesh_that_is_placed_is_of_a_kind_that_says_what_its_loss_costs() -> None:
     hosts = HostFacts(cpus=2), HostFacts(cpus=2, name="host1")
-    meshes = plan(copy4(), *hosts).meshes + plan(copy4(), *hosts, serving=True).meshes
-    assert {mesh.kind for mesh in meshes} == {*KINDS} == {*Kind} and all(kind.lost_with for kind in KINDS.values())
+    meshes = plan(copy4(), *hosts).meshes | plan(served(), *hosts).meshes
+    assert {mesh.kind for mesh in meshes.values()} == {*KINDS} == {*Kind} and all(
+        kind.lost_with for kind in KINDS.values()
+    )

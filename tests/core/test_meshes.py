@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from threading import Thread
 
 import pytest
-from scripted_meshes import CPU, Runs, one_host, two_hosts
+from scripted_meshes import CPU, Runs, one_host, served, two_hosts
 
 from titan_rl.config_registry import copy4
 from titan_rl.errors import ActorFailed, ActorGone, MeshFailed, TitanError
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio
 async def test_whoever_is_still_being_set_up_when_the_router_is_replaced_asks_the_new_one(
     runs: Runs, late: str
 ) -> None:
-    run = await runs.begin(copy4(), serving=late == "gateway")
+    run = await runs.begin(served() if late == "gateway" else copy4())
     run.clients[late].held.clear()
     start = asyncio.create_task(run.meshes.set_up(*run.meshes.meshes))
     while not run.clients[late].peers:
@@ -108,7 +108,7 @@ async def test_processes_that_monarch_has_given_up_are_started_again(runs: Runs)
 async def test_a_gateway_that_is_slow_to_start_is_started_again_before_anything_serves(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = await runs.begin(copy4(), serving=True)
+    run = await runs.begin(served())
 
     async def started(name: str) -> str:
         return "Timeout(30.001001418s)" if (name, run.clients[name].actor) == ("gateway", "gateway.1") else ""

@@ -24,17 +24,16 @@ async def test_a_start_that_fails_is_over() -> None:
 async def test_a_stop_that_is_given_up_ends_the_processes() -> None:
     began, ended = asyncio.Event(), []
 
-    async def expect_ends(spawn: str, kill: bool) -> None:
+    async def wake(spawn: str) -> None:
         began.set()
         await asyncio.Event().wait()
 
     async def end(spawn: str) -> None:
         ended.append(spawn)
 
-    host: Any = SimpleNamespace(lost="", expect_ends=expect_ends, end=end)
-    stopping = asyncio.create_task(
-        SpawnedProcesses("generator1", "generator1-0", [(host, SimpleNamespace(), 1)]).stop(kill=True)
-    )
+    host: Any = SimpleNamespace(lost="", wake=wake, end=end)
+    mesh = SpawnedProcesses("generator1", "generator1-0", [(host, SimpleNamespace(), 1)])
+    stopping = asyncio.create_task(mesh.stop())
     await began.wait()
     stopping.cancel()
     await asyncio.wait([stopping])

@@ -14,7 +14,7 @@ import pytest_asyncio
 from support.dialects import DIALECTS
 from support.gateway import ADD, MODEL, client
 
-from titan_rl.config import RunConfig
+from titan_rl.config import RunConfig, ServeConfig
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.policy.config import PolicyConfig, TinyPolicyConfig
@@ -40,7 +40,7 @@ async def up() -> AsyncIterator[Supervisor]:
         generator=GeneratorConfig(count=1, max_model_len=1024, kv_cache_bytes=64 << 20),
         rollout=RolloutConfig(renderer_kwargs={"enable_thinking": False}),
     )
-    async with bring_up(config, GatewayConfig(port=0, model=MODEL)) as serving:
+    async with bring_up(ServeConfig.of(config, GatewayConfig(port=0, model=MODEL))) as serving:
         yield serving
 
 

@@ -101,10 +101,10 @@ async def test_a_service_outlives_its_parts_and_its_clients_hear_nothing_of_it()
         calls = []
         for mesh in ("generator0", "generator1", "router"):  # for a while nobody serves
             calls.append(asyncio.create_task(ai.chat.completions.create(model=MODEL, messages=say("12"))))
-            os.kill(up.pids[mesh][0], signal.SIGKILL)
+            os.kill(up.meshes[mesh].pids[0], signal.SIGKILL)
         for answer in await asyncio.gather(*calls):
             assert answer.choices[0].message.content == "12"
-        os.kill(up.pids["gateway"][0], signal.SIGKILL)
+        os.kill(up.meshes["gateway"].pids[0], signal.SIGKILL)
         patient = ai.with_options(max_retries=50)  # a connection is refused until the gateway is back
         answer = await patient.chat.completions.create(model=MODEL, messages=say("34"))
         assert answer.choices[0].message.content == "34" and up.gateway.url == url
@@ -114,7 +114,7 @@ async def test_a_generator_that_dies_while_it_is_stopped_is_given_up_at_once():
     """Monarch asks a process every second how it is, and waits for that answer however long it takes."""
     async with served(generators=2) as up:
         ai = client(up)
-        victims = up.pids["generator0"]
+        victims = up.meshes["generator0"].pids
         for stopped in victims:
             os.kill(stopped, signal.SIGSTOP)
         await asyncio.sleep(SEVERAL_QUESTIONS)

@@ -178,12 +178,12 @@ def test_vllms_all_reduce_finds_the_device_of_every_rank_from_every_rank(
     config = RunConfig(generator=GeneratorConfig(tensor_parallel=ranks), placement=PlacementConfig(device="cuda"))
     placement = plan(config, HostFacts(cpus=8, cuda_devices=tuple(range(3, 4 + 2 * ranks))))
     host: Any = SimpleNamespace(logs="", scratch=Path("/scratch"), owner=1, name="host0", python="python", variables={})
-    for mesh in (placement.mesh("generator0"), placement.mesh("generator1")):
+    for mesh in (placement.meshes["generator0"], placement.meshes["generator1"]):
         for rank in range(ranks):
             environment = _command(mesh, "", host, 0, ranks, SimpleNamespace(rank=rank)).env
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", str(environment["CUDA_VISIBLE_DEVICES"]))
             assert environment["LOCAL_RANK"] == str(rank)
             assert tuple(map(cuda.device_id_to_physical_device_id, range(ranks))) == mesh.devices
             assert [*map(cuda.logical_device_id_to_visible_device_id, range(ranks))] == [*range(ranks)]
-    trainer = _command(placement.mesh("trainer"), "", host, 0, 1, SimpleNamespace(rank=0)).env
+    trainer = _command(placement.meshes["trainer"], "", host, 0, 1, SimpleNamespace(rank=0)).env
     assert (trainer["CUDA_VISIBLE_DEVICES"], trainer["LOCAL_RANK"]) == ("3", "0")

@@ -45,4 +45,4 @@ def test_rdma_can_be_turned_off_everywhere(setting: str) -> None:
     config: RunConfig = copy4()
     config.placement.rdma = setting  # type: ignore[assignment]
     meshes = plan(config, HostFacts(cpus=2), HostFacts(name="host1", cpus=2)).meshes
-    assert {TCP_ONLY.items() <= env.items() for mesh in meshes for env in mesh.env} == {setting == "off"}
+    assert {TCP_ONLY.items() <= env.items() for mesh in meshes.values() for env in mesh.env} == {setting == "off"}

@@ -62,7 +62,7 @@ def config_of(name="copy"):
 
 async def scores_of(say, *, samples=4, name="copy", config=None):
     scores, results = Scores("it"), io.StringIO()
-    async with message_player(config or config_of(name), (), say) as player:
+    async with message_player(config or config_of(name), say) as player:
         await play(player, scores, samples=samples, temperature=1.0, results=results)
     return scores, [json.loads(line) for line in results.getvalue().splitlines()]
 

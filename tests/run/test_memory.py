@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from titan_rl import train
+from titan_rl.config import ServeConfig
+from titan_rl.gateway.config import GatewayConfig
 from titan_rl.overrides import variant
 from titan_rl.policy.config import TrainerConfig
 from titan_rl.run.memory import GIB, describe_memory, published_shape, shape_of, too_large, trainer_memory
@@ -30,7 +32,7 @@ TRACKED = {
 
 
 def recipe(name: str):
-    return train.resolve(train.VERB.read(["--config", str(ROOT / "rl_configs" / f"{name}.toml")]))[0]
+    return train.resolve(train.VERB.read(["--config", str(ROOT / "rl_configs" / f"{name}.toml")]))
 
 
 @pytest.mark.parametrize("case", TRACKED)
@@ -69,4 +71,5 @@ def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch):
     small = variant(recipe("qwen3_32b_2x8gpu"), {"trainer.data_parallel": 4, "trainer.tensor_parallel": 1})
     trainer, engine, _ = too_large(small, shape_of(small), 24 * GIB)
     assert "more trainer.data_parallel" in trainer and "more generator.tensor_parallel" in engine
-    assert len([*too_large(small, shape_of(small), 24 * GIB, serving=True)]) == 2
+    served = ServeConfig.of(small, GatewayConfig())
+    assert len([*too_large(served, shape_of(small), 24 * GIB)]) == 2

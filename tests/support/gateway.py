@@ -16,7 +16,7 @@ import numpy as np
 from openai import AsyncOpenAI
 
 from titan_rl.chat.renderer import SymbolRenderer
-from titan_rl.config import PlacementConfig, RunConfig
+from titan_rl.config import PlacementConfig, RunConfig, ServeConfig
 from titan_rl.gateway.app import build_app
 from titan_rl.gateway.callers import ApiKeys
 from titan_rl.gateway.calls import Fleet, ServedPolicy
@@ -71,7 +71,7 @@ async def served(
         trainer=TrainerConfig(max_tokens_per_microbatch=length),
         placement=placement or PlacementConfig(),
     )
-    async with bring_up(config, gateway or GatewayConfig(port=0, model=MODEL)) as up:
+    async with bring_up(ServeConfig.of(config, gateway or GatewayConfig(port=0, model=MODEL))) as up:
         yield up
 
 

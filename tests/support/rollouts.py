@@ -93,8 +93,7 @@ async def runner(
     config = RunConfig(environment=environment, rollout=RolloutConfig(**rollout), seed=11)
     config.generator.max_model_len, config.evaluation.prompts = max_model_len, held_out  # as small as no run's may be
     config.trainer.warmup.dpo_beta = dpo_beta
-    imports = (name.rpartition(":")[0],) if ".py:" in name else ()
-    group_runner = GroupRunner(config, model_path=str(model_path), imports=imports)
+    group_runner = GroupRunner(config, model_path=str(model_path))
     try:
         await group_runner.start(sessions)
         yield group_runner

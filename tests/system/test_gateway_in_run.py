@@ -106,7 +106,7 @@ async def test_programs_play_in_a_run_whose_weights_they_sample_also_after_its_g
         assert set(call.completion.versions.tolist()) == {PolicyVersion(0, 0).encode()}
 
         lost = await sessions.open(dataclasses.replace(request, session_id="lost"))
-        os.kill(meshes.pids["gateway"][0], signal.SIGKILL)
+        os.kill(meshes.meshes["gateway"].pids[0], signal.SIGKILL)
         while not (await said.get()).startswith("gateway is back"):
             pass
         sessions.replace([system.gateway.actor])

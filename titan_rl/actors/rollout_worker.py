@@ -42,11 +42,11 @@ _ROOM_PAUSE = 1.0
 class RolloutWorker(StoreKeeper):
     """The endpoints are the calls of `RolloutWorkers`, which documents them."""
 
-    def __init__(self, config: RunConfig, *, mesh: str, model_path: str, imports: tuple[str, ...]) -> None:
+    def __init__(self, config: RunConfig, *, mesh: str, model_path: str) -> None:
         max_bytes = config.data_plane.store_mib << 20
         super().__init__(SampleStore(f"{mesh}.{os.getpid()}", owner_pid=owner_pid(), max_bytes=max_bytes))
         self._config = config
-        self._runner = GroupRunner(config, model_path=model_path, imports=imports)
+        self._runner = GroupRunner(config, model_path=model_path)
         self._router = RouterClient(seconds=config.placement.start_seconds, who=mesh, is_replaced=True)
         self._gateway: RolloutGatewayClient | None = None
         self._playing: set[asyncio.Task[GroupResult]] = set()

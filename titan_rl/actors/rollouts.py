@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 from titan_rl.actors.rollout_worker import RolloutWorker
+from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.data_plane.store import HeldReport, SharedMemorySource, channel_of
 from titan_rl.errors import ActorFailed, ActorGone, GatewayGone, InfrastructureFailed, TitanError
@@ -155,11 +156,9 @@ class RolloutWorkers:
     """All workers as one object. Belongs to one event loop. A group is played by a worker that lives; if none does, it
     waits for one."""
 
-    def __init__(self, *, workers: int, start_seconds: float, step_seconds: float) -> None:
-        """`start_seconds`: bound on `setup` and `close` of a worker; `step_seconds`: on any other call."""
-        self.start_seconds = start_seconds
-        self.step_seconds = step_seconds
-        self.workers = [RolloutWorkerClient(f"rollout{number}", self) for number in range(workers)]
+    def __init__(self, config: RunConfig) -> None:
+        self.start_seconds, self.step_seconds = config.placement.start_seconds, config.placement.step_seconds
+        self.workers = [RolloutWorkerClient(f"rollout{number}", self) for number in range(config.rollout.workers)]
         """Each is given its actor by `replace`."""
         self.held_out = 0
         """Number of held-out prompts, at most what the config asks for; known once a worker is set up."""

@@ -207,17 +207,12 @@ class HostAgent(ConnectedActor):
         return found
 
     @endpoint
-    async def expect_ends(self, spawn: str, kill: bool) -> None:
-        await asyncio.to_thread(self._watch.expect_ends, spawn, kill)
+    async def wake(self, spawn: str) -> None:
+        self._watch.wake(spawn)
 
     @endpoint
-    async def end(self, spawn: str) -> None:
-        await asyncio.to_thread(self._watch.end, spawn)
-
-    @endpoint
-    async def echo(self, content: bytes) -> bytes:
-        """Shows that packets of every size pass."""
-        return content
+    async def end(self, spawn: str, at_once: bool) -> None:
+        await asyncio.to_thread(self._watch.end, spawn, at_once)
 
     @endpoint
     async def offer_memory(self) -> RDMABuffer:

@@ -34,7 +34,7 @@ from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.process import scratch_directory
 
 if TYPE_CHECKING:
-    from titan_rl.hosts.host import Host
+    from titan_rl.hosts.host import AttachedHost, Host
     from titan_rl.supervision.supervisor import Supervisor
 
 VERBS = ("show", "add", "remove")
@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 class HostControl:
     """Of one run or service."""
 
-    def __init__(self, supervisor: Supervisor, check: Callable[[Host], Awaitable[None]]) -> None:
+    def __init__(self, supervisor: Supervisor, check: Callable[[AttachedHost], Awaitable[None]]) -> None:
         """`check` raises ConfigError if another host lacks what its part of the run needs."""
         self._supervisor, self._table, self._check = supervisor, supervisor.table, check
         self._where = supervisor.config.placement
@@ -61,17 +61,19 @@ class HostControl:
     async def place(self) -> None:
         """Attach the hosts of the config, and place the meshes on them. Raises HostLost: a host does not answer;
         ConfigError: the hosts cannot hold the placement, or one lacks something."""
-        await self._join(self.workers)
+        hosts = await self._join(self.workers)
         self._supervisor.place_again()
-        await asyncio.gather(*(self._check(self._table.hosts[name]) for name in self.workers))
+        await asyncio.gather(*map(self._check, hosts))
 
-    async def _join(self, workers: Mapping[str, str]) -> None:
+    async def _join(self, workers: Mapping[str, str]) -> list[AttachedHost]:
         """Attach hosts, by the name that each gets. Nothing is placed on them by this. Once there is a placement, they
         are checked first."""
         check, silent = self._check if self._table.placement else None, self._where.host_seconds
-        await self._supervisor.provisioner.attach(workers, silent_seconds=silent, on_lost=self.lost, check=check)
+        attach = self._supervisor.provisioner.attach
+        hosts = await attach(workers, silent_seconds=silent, on_lost=self.lost, check=check)
         if self._where.rdma == "auto":
-            await asyncio.gather(*(self._table.hosts[name].try_rdma(self._supervisor.say) for name in workers))
+            await asyncio.gather(*(host.try_rdma(self._supervisor.say) for host in hosts))
+        return hosts
 
     def lost(self, host: Host) -> None:
         """The host answers no more."""
@@ -163,7 +165,7 @@ class HostControl:
         self.workers |= joined
         await supervisor.start_missing()  # what had no room before comes first
         new = [f"generator{self._generators_ever + number}" for number in range(sum(map(self._fits, joined)))]
-        while new and not {*new} <= {*table.trial([*table.fleet, *new]).names}:
+        while new and not {*new} <= {*table.trial([*table.fleet, *new]).meshes}:
             new.pop()
         self._generators_ever += len(new)
         table.fleet += new
@@ -225,7 +227,7 @@ class HostControl:
         may_go = max(0, table.to_serve() - len(table.left_out()) - self._where.least_generators)
         gone = [name for name in generators if name in (*spares, *table.left_out())]
         gone += [name for name in generators if name not in gone][:may_go]
-        there = table.trial([name for name in table.fleet if name not in gone], without=host).names
+        there = table.trial([name for name in table.fleet if name not in gone], without=host).meshes
         stay = [mesh.name for mesh in on_it if mesh.name not in gone and mesh.kind is not Kind.RELAY]
         if without := [name for name in stay if name not in there]:
             raise ConfigError(f"{host} stays: no other host has room for {', '.join(without)}")

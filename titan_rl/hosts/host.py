@@ -27,12 +27,12 @@ from typing import Any
 from monarch.actor import attach_to_workers, shutdown_context, this_host
 from monarch.rdma import is_ibverbs_available
 
+from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, CallTimeout, ConfigError, HostLost, TitanError
 from titan_rl.hosts.agent import HostAgent, Introduction, News, digest_of, refuse_differences
 from titan_rl.hosts.facts import HostFacts, detect_host, transport
 from titan_rl.metrics.timeline import Pulse
-from titan_rl.policy.config import TinyPolicyConfig
-from titan_rl.policy.models.tiny import make_tiny_policy
+from titan_rl.policy.models.tiny import make_tiny_policy, model_directory, tiny_policy
 from titan_rl.rpc.connection import Connection, bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_server import Stage
@@ -128,15 +128,11 @@ class Host:
             else:
                 os.environ["TMPDIR"] = before
 
-    def any_ended(self, spawn: str) -> bool:
-        """Whether a process of this spawn has ended, as far as is known here."""
-        return self._watch.any_ended(spawn)
+    async def wake(self, spawn: str) -> None:
+        self._watch.wake(spawn)
 
-    async def expect_ends(self, spawn: str, kill: bool) -> None:
-        await asyncio.to_thread(self._watch.expect_ends, spawn, kill)
-
-    async def end(self, spawn: str) -> None:
-        await asyncio.to_thread(self._watch.end, spawn)
+    async def end(self, spawn: str, *, at_once: bool = False) -> None:
+        await asyncio.to_thread(self._watch.end, spawn, at_once)
 
     async def remove_segments(self, channel: str) -> None:
         """Remove the run's files in its shared memory that belong to a channel; empty: all."""
@@ -146,16 +142,8 @@ class Host:
         """The run does not need the host any more; its meshes are stopped. Never raises."""
         self._watch.close()
 
-    async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
-        """Raises ConfigError unless the policy and the user's modules are there as they are on the controller's host.
-        `tiny`: of the policy, if it is a tiny one, which is made there."""
-
     async def require_sees(self, run_directory: Path) -> None:
         """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""
-
-    async def try_rdma(self, say: Callable[[str], None]) -> None:
-        """Read from its memory by RDMA, where both hosts have it: Monarch itself does not go back to TCP. If that
-        fails, what is spawned there from now on uses TCP."""
 
 
 class AttachedHost(Host):
@@ -187,7 +175,6 @@ class AttachedHost(Host):
         self._shipping: asyncio.Task[None] | None = None
         self._detaches = asyncio.Event()
         self._disk = ThreadPoolExecutor(1)  # of its own, for which no event loop waits at its end
-        self._ended: set[str] = set()
         self._agent: Connection | None = None
         self._pulses: asyncio.Task[None] | None = None
 
@@ -205,7 +192,9 @@ class AttachedHost(Host):
             self._agent = Connection(
                 actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
             )
-            await self._agent.call(CALL_SECONDS, HostAgent.echo, bytes(LARGE_BYTES))
+            await self._agent.call(
+                CALL_SECONDS, HostAgent.run, bytes, bytes(LARGE_BYTES)
+            )  # so packets of all sizes pass
             known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin, self._stage)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))
@@ -223,6 +212,8 @@ class AttachedHost(Host):
             self._shipping = asyncio.ensure_future(self._ship_logs())
 
     async def try_rdma(self, say: Callable[[str], None]) -> None:
+        """Read from its memory by RDMA, where both hosts have it: Monarch itself does not go back to TCP. If that
+        fails, what is spawned there from now on uses TCP."""
         if not is_ibverbs_available():
             return
         try:
@@ -237,22 +228,22 @@ class AttachedHost(Host):
     def mesh(self) -> Any:
         return self._mesh
 
-    def any_ended(self, spawn: str) -> bool:
-        return bool(self.lost) or spawn in self._ended
+    async def wake(self, spawn: str) -> None:
+        await self._ask(HostAgent.wake, spawn)
 
-    async def expect_ends(self, spawn: str, kill: bool) -> None:
-        await self._ask(HostAgent.expect_ends, spawn, kill)
-
-    async def end(self, spawn: str) -> None:
-        await self._ask(HostAgent.end, spawn)
+    async def end(self, spawn: str, *, at_once: bool = False) -> None:
+        await self._ask(HostAgent.end, spawn, at_once)
 
     async def remove_segments(self, channel: str) -> None:
         await self._ask(HostAgent.run, functools.partial(remove_segments_of, self.owner, channel=channel))
 
-    async def require_same(self, tiny: TinyPolicyConfig | None, model_path: Path, imports: tuple[str, ...]) -> None:
-        if tiny is not None:
+    async def require_same(self, config: RunConfig) -> None:
+        """Raises ConfigError unless the policy and the user's modules are there as they are on the controller's host. A
+        tiny policy is made there."""
+        model_path = model_directory(config)
+        if (tiny := tiny_policy(config)) is not None:
             await self._call(HostAgent.run, make_tiny_policy, tiny, model_path.parent)
-        for what in (str(model_path), *imports):
+        for what in (str(model_path), *config.user_modules):
             here, there = await asyncio.to_thread(digest_of, what), await self._call(HostAgent.run, digest_of, what)
             if not there:
                 raise ConfigError(f"{self.label} has no {what}: put it there, at the same path")
@@ -338,7 +329,6 @@ class AttachedHost(Host):
     def _hear(self, news: News) -> None:
         match news.kind:
             case "ended":
-                self._ended.add(news.of)
                 self._on_end(news.of, f"{news.process} on {self.name}", news.code)
             case "broken":  # it fences itself, as one that is cut off
                 self._lose(news.process)

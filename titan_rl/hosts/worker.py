@@ -200,4 +200,5 @@ HYPERACTOR_TLS_KEY and HYPERACTOR_TLS_CA on every host.""",
         "--listen ADDRESS:PORT": "IP address under which other hosts reach this one, and a free port (0: any)",
         "--trusted-network": "needed for any address but loopback, unless there is TLS",
     },
+    takes_settings=False,
 )

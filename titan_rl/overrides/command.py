@@ -17,7 +17,8 @@ from typing import Any
 import tomli
 
 from titan_rl.errors import ConfigError
-from titan_rl.overrides.settings import Override, Table, describe, fields_of, group_in
+from titan_rl.importing import absolute_name
+from titan_rl.overrides.settings import Override, Table, convert_value, describe, fields_of, group_in
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -27,9 +28,7 @@ class Command:
     """A command line, read but not yet looked up."""
 
     recipe: str = ""
-    """As it was given, on the command line or else in the file."""
-    recipe_base: Path = field(default_factory=Path.cwd)
-    """A relative file name in `recipe` starts here."""
+    """As it was given, on the command line or else in the file; the name of a file is absolute."""
     layers: list[list[Override]] = field(default_factory=list)
     """TOML first, then the command line's own."""
     flags: set[str] = field(default_factory=set)
@@ -43,6 +42,10 @@ class Command:
     def given(self) -> set[str]:
         """Dotted names of the settings that somebody has set."""
         return {override.key for layer in self.layers for override in layer}
+
+    def lay_over(self, before: "Command") -> None:
+        """Go on from the recipe and the settings of another command line, with those of this one on top."""
+        self.recipe, self.layers = before.recipe, [*before.layers, *self.layers]
 
     def word(self, what: str, default: str | None = None) -> str:
         """The only word. Raises ConfigError if there are several, or none and no default."""
@@ -116,13 +119,11 @@ class Verb:
             file = Path(name).expanduser()
             table = read_toml(file)
             if "--recipe" in valued:
-                command.recipe = table.pop("recipe", "")
-                command.recipe_base = file.resolve().parent
-            if not isinstance(command.recipe, str):
-                raise ConfigError(f"{file}: recipe: expected one text, got {command.recipe!r}")
+                recipe = convert_value(str, table.pop("recipe", ""), f"{file}: recipe")
+                command.recipe = absolute_name(recipe, file.resolve().parent)
             command.layers.append(toml_overrides(table, file))
         if recipe := command.values.pop("--recipe", ""):
-            command.recipe, command.recipe_base = recipe, Path.cwd()
+            command.recipe = absolute_name(recipe, Path.cwd())
         command.layers.append(option_overrides(settings, Path.cwd()))
         return command
 

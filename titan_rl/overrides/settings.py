@@ -119,8 +119,6 @@ def convert_value(hint: Any, value: Any, name: str, *, words: bool = False) -> A
             value = _plain(value, name)
     else:
         given = " ".join(value)
-        if types.NoneType in members(hint) and given.lower() == "none":
-            return None
         if hint is bool and not value:
             return True  # `--logging.tensorboard` alone
         if get_origin(hint) is not tuple:
@@ -221,8 +219,8 @@ def apply(config: T, layers: Iterable[Sequence[Override]], rules: Rules | None =
     rules = rules or Rules()
     table = _as_table(config)
     for key, absolute in rules.file_settings.items():
-        if base is not None and isinstance(value := _get(table, key), str):
-            owner, name = _owner(table, key)
+        owner, name = _owner(table, key)
+        if base is not None and isinstance(value := owner.get(name), str):
             owner[name] = absolute(value, base)
     for layer in layers:
         _apply_layer(type(config), table, layer, rules)
@@ -248,17 +246,14 @@ def _owner(table: Table, key: str) -> tuple[Table, str]:
     return table, name
 
 
-def _get(table: Table, key: str) -> Any:
-    owner, name = _owner(table, key)
-    return owner.get(name)
-
-
 def _apply_layer(kind: type, table: Table, layer: Sequence[Override], rules: Rules) -> None:
     set_here = {".".join(each.path[:length]) for each in layer for length in range(1, len(each.path) + 1)}
     # the name of a class before its arguments, wherever in the layer it stands: the name empties them
     for override in sorted(layer, key=lambda each: each.key not in rules.arguments_of):
-        arguments = rules.arguments_of.get(override.key)
-        before = _get(table, override.key) if arguments else None
+        before = None
+        if arguments := rules.arguments_of.get(override.key):
+            owner, name = _owner(table, override.key)
+            before = owner.get(name)
         value = _set(kind, table, override, rules)
         if arguments and value != before:
             owner, name = _owner(table, arguments)
@@ -273,27 +268,8 @@ def _apply_layer(kind: type, table: Table, layer: Sequence[Override], rules: Rul
 
 def _set(kind: type, table: Table, override: Override, rules: Rules) -> Any:
     """Set one value in the plain data of a config; returns it with its type."""
-    hint = _type_of(kind, table, override)
-    *owners, name = override.path
-    owner = table
-    for each in owners:
-        if owner.get(each) is None:
-            owner[each] = {}
-        owner = owner[each]
-        if not isinstance(owner, dict):
-            raise ConfigError(f"{override.origin}: {each} has no settings below it")
-    if override.value == {} and group_in(hint) is not None:  # an empty table of TOML: the group with what it has
-        owner[name] = owner.get(name) or {}
-        return owner[name]
-    value = _plain(_value(hint, override, owner.get(name)), override.origin)  # a copy: later layers may change it
-    if isinstance(value, str) and override.key in rules.file_settings:
-        value = rules.file_settings[override.key](value, override.base)
-    owner[name] = value
-    return value
-
-
-def _type_of(kind: type, table: Table, override: Override) -> Any:
     hint: Any = kind
+    owner: Any = table
     for depth, name in enumerate(override.path):
         if (group := group_in(hint)) is not None:
             if name not in fields_of(group):
@@ -304,13 +280,24 @@ def _type_of(kind: type, table: Table, override: Override) -> Any:
             hint = fields_of(group)[name]
         elif get_origin(hint) is dict:
             hint = get_args(hint)[1]
-        elif hint is not Any:
+        elif hint is not Any or not isinstance(owner, dict):
             raise ConfigError(f"{override.origin}: {'.'.join(override.path[:depth])} has no settings below it")
-    return hint
+        if depth < len(override.path) - 1:
+            if owner.get(name) is None:
+                owner[name] = {}
+            owner = owner[name]
+    if override.value == {} and group_in(hint) is not None:  # an empty table of TOML: the group with what it has
+        owner[name] = owner.get(name) or {}
+        return owner[name]
+    value = _plain(_value(hint, override, owner.get(name)), override.origin)  # a copy: later layers may change it
+    if isinstance(value, str) and override.key in rules.file_settings:
+        value = rules.file_settings[override.key](value, override.base)
+    owner[name] = value
+    return value
 
 
 def _value(hint: Any, override: Override, before: Any) -> Any:
-    if override.words and override.value == ["none"] and types.NoneType in members(hint):
+    if override.words and " ".join(override.value).lower() == "none" and types.NoneType in members(hint):
         return None
     if group_in(hint) is not None or get_origin(hint) is dict:
         if not isinstance(override.value, dict):

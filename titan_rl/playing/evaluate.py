@@ -43,7 +43,7 @@ from titan_rl.run.players import Player
 from titan_rl.types import GroupRequest, Purpose
 
 if TYPE_CHECKING:
-    from titan_rl.run.start import Options
+    from titan_rl.supervision.run_end import Options
 
 RESULTS = "results.jsonl"
 SAMPLES = 4

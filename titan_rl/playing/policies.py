@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from titan_rl import serve, train
-from titan_rl.config import PlacementConfig, RunConfig
+from titan_rl.config import PlacementConfig, RunConfig, ServeConfig
 from titan_rl.directories import CONFIG
 from titan_rl.errors import ActorGone, ConfigError, ConfigWarning, RequestLost
 from titan_rl.export import export_weights
@@ -27,7 +27,8 @@ from titan_rl.run.runs import find
 from titan_rl.types import Completion, GenerationRequest
 
 if TYPE_CHECKING:
-    from titan_rl.run.start import Options
+    from titan_rl.run.start import Serving
+    from titan_rl.supervision.run_end import Options
 
 BARE = "titan_rl.playing.policies:bare_recipe"
 LONGEST_TURN = 512
@@ -43,7 +44,6 @@ class Task(NamedTuple):
     """What is played on this host, with which settings."""
 
     config: RunConfig
-    imports: tuple[str, ...] = ()
     given: frozenset[str] = frozenset()
     """Settings that the user named."""
 
@@ -52,16 +52,14 @@ def read_task(command: Command, run: Path | None, *, remedy: str) -> Task:
     """The task of the recipe, else of the run, else the one that is named alone; with the command's settings laid over.
     `remedy`: what to do where none of them is named. Raises ConfigError: see `train.resolve`."""
     if not command.recipe and run is not None:
-        before = train.settings_of(run)
-        command.recipe, command.recipe_base = before.recipe, before.recipe_base
-        command.layers = [*before.layers, *command.layers]
+        command.lay_over(train.settings_of(run))
     elif not command.recipe:
         if "environment.name" not in command.given:
             raise ConfigError(remedy)
         command.recipe = BARE
-    config, imports = train.resolve(command)
+    config = train.resolve(command)
     here = PlacementConfig(device=config.placement.device, threads=config.placement.threads)
-    return Task(replace(config, placement=here), imports, frozenset(command.given))
+    return Task(replace(config, placement=here), frozenset(command.given))
 
 
 def run_of(path: Path) -> Path | None:
@@ -98,16 +96,15 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
     from titan_rl.actors.gateway import RolloutGatewayClient
     from titan_rl.run.start import bring_up
 
-    gateway = GatewayConfig(port=0, rollout_keys=True)
     with hf_directory(weights, options["say"]) as directory:
         config = replace(task.config, policy=PolicyConfig(path=str(directory)))
         if "generator.max_model_len" not in task.given:
             config = serve.with_checkpoint_length(config)
-        problems = check_run(config, detect_host(), gateway)
+        config = ServeConfig.of(config, GatewayConfig(port=0, rollout_keys=True))
+        problems = check_run(config, detect_host())
         if refusals := [str(each) for each in problems if not isinstance(each, ConfigWarning)]:
             raise ConfigError("; ".join(refusals))
-        wanted: Options = {**options, "imports": task.imports}
-        async with bring_up(config, gateway, **wanted) as up:
+        async with bring_up(config, **options) as up:
 
             async def generate(request: GenerationRequest) -> Completion:
                 try:
@@ -115,7 +112,7 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
                 except RequestLost as error:
                     raise ActorGone(str(error)) from error
 
-            runner = GroupRunner(config, model_path=str(directory), imports=task.imports)
+            runner = GroupRunner(config, model_path=str(directory))
             try:
                 sessions = RolloutGatewayClient(up.gateway.actor)
                 yield Player(config, runner, await runner.start(sessions), generate)
@@ -123,12 +120,7 @@ async def weights_player(task: Task, weights: str, options: Options) -> AsyncIte
                 await runner.close()
 
 
-def run_until_signal(
-    verb: str,
-    config: RunConfig,
-    work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
-    print_line: Callable[[str], None],
-) -> int:
+def run_until_signal(verb: str, config: RunConfig, work: Serving, print_line: Callable[[str], None]) -> int:
     """`run_serving`, in a process that has loaded nothing of it so far."""
     train.become_controller()
     from titan_rl.run.run import run_serving

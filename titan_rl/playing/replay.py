@@ -60,7 +60,7 @@ def _act(command: Command, prog: str) -> int:
     run = find(Path(command.word("run: its directory"))).run
     recorded = _recorded(run, command)
     step = recorded[0].step
-    config, imports = _config(run, command)
+    config = _config(run, command)
     if not config.deterministic:
         print_error(prog, NOT_DETERMINISTIC)
     kept = command.values.get("--keep", "")
@@ -68,7 +68,7 @@ def _act(command: Command, prog: str) -> int:
     for checkpoint in checkpoints(run):
         if checkpoint < directory_of(run, step):
             (scratch / CHECKPOINTS / checkpoint.name).symlink_to(checkpoint.resolve())
-    code = check_and_run(config, imports, Resume(scratch), prog, replay_until=step)
+    code = check_and_run(config, Resume(scratch), prog, replay_until=step)
     found = ""
     if not code:
         found = difference(recorded, [*_read(scratch)])
@@ -176,16 +176,15 @@ def _numbers(run: Path, step: int) -> dict[str, Any]:
     return next((line for _, line in lines if line.get("step") == step and "train/loss" in line), {})
 
 
-def _config(run: Path, command: Command) -> tuple[RunConfig, tuple[str, ...]]:
+def _config(run: Path, command: Command) -> RunConfig:
     """The run's config, with the settings of the command, for a run that records one step and nothing else."""
-    before = settings_of(run)
-    before.layers += command.layers
-    config, imports = resolve(before)
+    command.lay_over(settings_of(run))
+    config = resolve(command)
     check_differences(differences(config_of_run(run), config), run)
     everyone = config.loop.groups_per_step * max(config.rollout.samples_per_group, config.rollout.most_samples)
     logging = replace(config.logging, rollouts=everyone, save_final=False, spans=False)
     logging = replace(logging, tensorboard=False, wandb_project="")
-    return replace(config, logging=logging, checkpoint=replace(config.checkpoint, keep=0)), imports
+    return replace(config, logging=logging, checkpoint=replace(config.checkpoint, keep=0))
 
 
 def _scratch(kept: Path | None) -> Path:

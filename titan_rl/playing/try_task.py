@@ -44,7 +44,7 @@ from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, To
 from titan_rl.view.conversation import draw_conversations, draw_end, draw_messages
 
 if TYPE_CHECKING:
-    from titan_rl.run.start import Options
+    from titan_rl.supervision.run_end import Options
 
 TYPED, DEMONSTRATIONS = "typed", "demonstrations"
 SHOWN_PROMPTS = 3
@@ -288,10 +288,10 @@ def _act(command: Command, prog: str) -> int:
         if policy == TYPED:
             person = Person(console)
             patient = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
-            async with message_player(patient, task.imports, person.next_message) as player:
+            async with message_player(patient, person.next_message) as player:
                 return await trial.typed(player, person)
         turns: list[Message] = []
-        async with message_player(config, task.imports, partial(_next_turn, turns)) as player:
+        async with message_player(config, partial(_next_turn, turns)) as player:
             return await trial.demonstrations(player, turns)
 
     try:

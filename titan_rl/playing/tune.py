@@ -105,8 +105,8 @@ def trial(config: RunConfig, candidate: Candidate, steps: int, directory: Path) 
 
 def _act(command: Command, prog: str) -> int:
     minutes = number_of(command, "--minutes", MINUTES)
-    config, imports = for_task(command.word("task"), command, prog)
-    if not may_start(problems(config, imports), prog):
+    config = for_task(command.word("task"), command, prog)
+    if not may_start(problems(config), prog):
         return EXIT_USAGE
     console = Console(highlight=False)
     name = config.logging.name or Path(config.environment.name).stem

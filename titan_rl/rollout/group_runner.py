@@ -46,10 +46,9 @@ class GroupRunner:
 
     Args:
         model_path: Hugging Face directory with the tokenizer; empty: `start` is given a renderer.
-        imports: modules and files that define user code.
     """
 
-    def __init__(self, config: RunConfig, *, model_path: str, imports: tuple[str, ...] = ()):
+    def __init__(self, config: RunConfig, *, model_path: str):
         self._rollout = config.rollout
         self._model_path = model_path
         self._run_seed = config.seed
@@ -58,7 +57,7 @@ class GroupRunner:
         self.setup = EnvironmentSetup(
             **{each.name: getattr(config.environment, each.name) for each in fields(config.environment)},
             run_seed=config.seed,
-            imports=imports,
+            imports=config.user_modules,
             held_out=config.evaluation.prompts,
             prompts=config.loop.prompts,
         )

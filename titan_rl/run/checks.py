@@ -21,7 +21,7 @@ from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Environment
 from titan_rl.errors import AbsentError, ConfigError
-from titan_rl.gateway.config import GatewayConfig, listen
+from titan_rl.gateway.config import listen
 from titan_rl.generation.config import ENGINES, refuse_more_ranks
 from titan_rl.hosts.facts import HostFacts, transport
 from titan_rl.importing import import_name, user_code
@@ -65,17 +65,15 @@ def problems_of(*checks: Callable[[], object]) -> list[ConfigError]:
     return problems
 
 
-def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None = None) -> list[ConfigError]:
-    """All problems of a run of `config` on `host`; or of serving its policy at the gateway's address."""
-    agents, logging, serving = config.rollout.agents, config.logging, gateway is not None
+def check_run(config: RunConfig, host: HostFacts) -> list[ConfigError]:
+    """All problems of a run of `config` on `host`."""
+    logging, serving = config.logging, config.serving
     problems = [] if serving else problems_of(partial(check_environment, config))
     if not problems:  # else nobody knows whether programs play the task
-        port = ("rollout.agents.port", agents.host, agents.port)
-        if gateway is not None:
-            port = ("--port", gateway.host, gateway.port)
+        setting, gateway = "--port" if serving else "rollout.agents.port", config.gateway_settings()
         problems = problems_of(
-            partial(_placement, config, host, serving=serving),
-            lambda: _address(*port) if serving or plays(config) else None,
+            partial(_placement, config, host),
+            lambda: _address(setting, gateway.host, gateway.port) if serving or plays(config) else None,
         )
     of_training = (
         partial(_algorithm, config),
@@ -90,7 +88,7 @@ def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None 
         *problems,
         *problems_of(
             partial(_policy, config, host),
-            partial(_generator, config, host, serving=serving),
+            partial(_generator, config, host),
             partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
             partial(_strategy, config),
             *(() if serving else of_training),
@@ -98,14 +96,14 @@ def check_run(config: RunConfig, host: HostFacts, gateway: GatewayConfig | None 
     ]
 
 
-def _placement(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
+def _placement(config: RunConfig, host: HostFacts) -> None:
     like = host
     if config.placement.hosts:  # the others may have the devices
-        like = with_devices(host, config, serving=serving)
+        like = with_devices(host, config)
     try:
         if config.placement.several_hosts:
             transport(config.placement.untrusted())
-        placement = plan(config, *assumed_hosts(config, like), serving=serving)
+        placement = plan(config, *assumed_hosts(config, like))
     except ConfigError as error:
         raise AbsentError(str(error)) from error
     check_open_files(host, placement.processes)
@@ -163,13 +161,13 @@ def _stored_shape(setting: str, directory: Path, own: str = "") -> Architecture:
         raise ConfigError(f"{setting}: {error}") from error
 
 
-def _generator(config: RunConfig, host: HostFacts, *, serving: bool = False) -> None:
+def _generator(config: RunConfig, host: HostFacts) -> None:
     """What the generators cannot do on this device. vLLM would say so after all processes have started."""
     device = resolve_device(config, host)
     if device == "cuda" and (shape := shape_of(config)) is not None:
-        if too_much := next(too_large(config, shape, host.device_memory, serving=serving), ""):
+        if too_much := next(too_large(config, shape, host.device_memory), ""):
             raise AbsentError(too_much)
-    if device == "cuda" and not serving and (truncation := config.rollout.sampling.truncation):
+    if device == "cuda" and not config.serving and (truncation := config.rollout.sampling.truncation):
         settings = " and ".join(f"rollout.sampling.{name}" for name in truncation)
         raise ConfigError(
             f"{settings}: not on CUDA, where vLLM does not say which tokens were possible, so the trainer could not "

@@ -122,13 +122,13 @@ class _Speaker:
         return Message("assistant", text), FinishReason.STOP if len(text) < self.longest else FinishReason.LENGTH
 
 
-async def survey(config: RunConfig, imports: tuple[str, ...]) -> Survey:
+async def survey(config: RunConfig) -> Survey:
     """Look at the task of `config`. Raises ConfigError or TaskError where it cannot be made."""
     speaker = _Speaker("0", 1)
     task = config.environment
     longest = max(task.step_seconds, task.grade_seconds, task.program_seconds)
     config = replace(config, rollout=replace(config.rollout, seconds=longest))
-    async with message_player(config, imports, speaker.next_message) as player:
+    async with message_player(config, speaker.next_message) as player:
         found = Survey(info=player.info)
         call = UserCall(CallKind.CHECK, Purpose.TRAIN, LOOKED_AT)
         check: TaskCheck = await player.runner.pool.call(call)

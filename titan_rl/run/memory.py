@@ -122,12 +122,12 @@ def describe_memory(config: RunConfig, shape: Architecture, device: int) -> list
     return [*lines, f"  KV cache of a generator: {max(0, engine['KV cache'] / kv_bytes(config, shape)):,.0f} tokens"]
 
 
-def too_large(config: RunConfig, shape: Architecture, device: int, *, serving: bool = False) -> Iterator[str]:
+def too_large(config: RunConfig, shape: Architecture, device: int) -> Iterator[str]:
     """What does not fit on devices of so many bytes (0: unknown) or in this host's /dev/shm, and what to change."""
     device = device or ASSUMED_DEVICE
     trainer = trainer_memory(config.trainer, shape)
     known = config.trainer.activation_checkpointing != "selective" and not config.trainer.sequence_parallel
-    if not serving and known and (needed := sum(trainer.values())) > USABLE * device:
+    if not config.serving and known and (needed := sum(trainer.values())) > USABLE * device:
         largest = max(trainer, key=lambda part: trainer[part])
         recompute = 'trainer.activation_checkpointing = "full", a smaller trainer.max_tokens_per_microbatch'
         remedy = recompute if largest == "activations" else "more trainer.data_parallel"

@@ -16,7 +16,6 @@ from typing import Any
 from titan_rl.chat.renderer import MessageRenderer
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.loop.system import group_request
 from titan_rl.metrics.rollout_record import RolloutRecord
@@ -86,9 +85,7 @@ class Player:
 
 
 @asynccontextmanager
-async def message_player(
-    config: RunConfig, imports: tuple[str, ...], next_message: NextMessage
-) -> AsyncIterator[Player]:
+async def message_player(config: RunConfig, next_message: NextMessage) -> AsyncIterator[Player]:
     """The task, played by a policy that answers in messages. Loads neither torch nor Monarch. Raises ConfigError,
     TaskError: the environment cannot be made."""
     policy, sessions = MessagePolicy(next_message), None
@@ -97,13 +94,11 @@ async def message_player(
             from titan_rl.gateway.app import GatewayServer
             from titan_rl.gateway.calls import ServedPolicy
 
-            agents = config.rollout.agents
             served_policy = ServedPolicy(name="policy", renderer=policy.renderer, max_model_len=1 << 30)
-            gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
-            server = GatewayServer(gateway, policy, served_policy, run_seed=config.seed)
+            server = GatewayServer(config.gateway_settings(), policy, served_policy, run_seed=config.seed)
             closing.push_async_callback(server.close)
             sessions = server.rollout_keys
-        runner = GroupRunner(config, model_path="", imports=imports)
+        runner = GroupRunner(config, model_path="")
         closing.push_async_callback(runner.close)
         info = await runner.start(sessions, renderer=policy.renderer)
         yield Player(config, runner, info, policy.generate)

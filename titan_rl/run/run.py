@@ -23,10 +23,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from titan_rl.config import RunConfig
+from titan_rl.config import RunConfig, ServeConfig
 from titan_rl.directories import ENDING, METRICS, SUMMARY, lock_run, write_file
 from titan_rl.errors import ConfigError, Stopped, StorageError
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.ledger import read_ledger
 from titan_rl.loop.loop import TrainingLoop
 from titan_rl.metrics.timeline import SPANS, timeline
@@ -34,10 +33,10 @@ from titan_rl.metrics.waits import answer_signals
 from titan_rl.one_line import counted, one_line
 from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from titan_rl.run.runs import Resume, how_to_go_on, write_config
-from titan_rl.run.start import Options, bring_up
+from titan_rl.run.start import Serving, bring_up
 from titan_rl.run.training import NOTHING_SAVED, Training
 from titan_rl.supervision.process import hold_signals, lasting_output, log_to_file, report_stop_signals
-from titan_rl.supervision.run_end import RunEnd, announcer
+from titan_rl.supervision.run_end import Options, RunEnd, announcer
 from titan_rl.view.learning import Kind
 from titan_rl.view.report import REPORT, write_report
 from titan_rl.weights.segment_files import remove_segments_of
@@ -49,9 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 @lasting_output()
-def run(
-    config: RunConfig, imports: tuple[str, ...] = (), resume: Resume | None = None, *, replay_until: int = 0
-) -> int:
+def run(config: RunConfig, resume: Resume | None = None, *, replay_until: int = 0) -> int:
     """Do the whole run, or the rest of one; returns the exit code. `replay_until`: do again what was done, and end
     after this step; 0: go on. Raises ConfigError: none of its checkpoints can be read. Nothing of it was changed."""
     started = time.monotonic()
@@ -69,7 +66,7 @@ def run(
         elif checkpoint is None:
             say("there is no checkpoint yet: the run starts over")
         training = Training(config, directory, checkpoint, console, replay_until=replay_until)
-        loop = await training.run(imports, run_end)
+        loop = await training.run(run_end)
         if replay_until:
             return EXIT_OK, f"has played step {replay_until}"
         ended = _conclude(config, loop, directory, console, started)
@@ -91,15 +88,14 @@ def run(
     return code
 
 
-def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, ...] = ()) -> int:
+def run_service(config: ServeConfig) -> int:
     """Serve until a signal; returns the exit code."""
     say = partial(print, flush=True)
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
-        wanted: Options = {**options, "imports": imports}
-        async with bring_up(config, gateway, **wanted) as up:
-            key = "with the API key" if gateway.api_key else "without an API key"
-            say(f"serving {gateway.model} at {up.gateway.url}/v1, {key}; Ctrl-C stops it")
+        async with bring_up(config, **options) as up:
+            key = "with the API key" if config.gateway.api_key else "without an API key"
+            say(f"serving {config.gateway.model} at {up.gateway.url}/v1, {key}; Ctrl-C stops it")
             await asyncio.Event().wait()
         return EXIT_OK, "is over"
 
@@ -108,14 +104,9 @@ def run_service(config: RunConfig, gateway: GatewayConfig, imports: tuple[str, .
 
 
 @lasting_output()
-def run_serving(
-    verb: str,
-    config: RunConfig,
-    work: Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]],
-    say: Callable[[str], None],
-) -> int:
+def run_serving(verb: str, config: RunConfig, work: Serving, say: Callable[[str], None]) -> int:
     """Do work that serves weights, in a directory of its own with logs, until it ends or a signal comes; returns the
-    exit code. `work`: returns the exit code, and how it ended, in words."""
+    exit code."""
 
     async def watched(directory: Path, run_end: RunEnd) -> tuple[int, str]:
         options: Options = {

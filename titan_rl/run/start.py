@@ -10,42 +10,28 @@ Whatever happens inside the block, no process, port or shared-memory file is lef
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from titan_rl.config import RunConfig
 from titan_rl.directories import CONTROL
 from titan_rl.errors import ConfigError
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.hosts.facts import transport
-from titan_rl.policy.models.tiny import tiny_policy
 from titan_rl.run.checks import check_open_files
 from titan_rl.supervision.process import prepare_controller
+from titan_rl.supervision.run_end import Options
 
 if TYPE_CHECKING:
-    from titan_rl.hosts.host import Host
+    from titan_rl.hosts.host import AttachedHost
     from titan_rl.loop.system import System
-    from titan_rl.supervision.run_end import RunEnd
     from titan_rl.supervision.supervisor import Supervisor
     from titan_rl.weights.manifest import Publication
 
 
-class Options(TypedDict, total=False):
-    imports: tuple[str, ...]
-    """Files or modules of the user, imported first in every process."""
-    log_directory: Path | None
-    """One log file per process goes here; None, the default: processes print to the terminal."""
-    run_end: RunEnd
-    """Collects what ends the run. It ends the start, and the next `watch` raises it. Without one, it ends the `with`
-    block, and is raised there."""
-    on_mesh: Callable[[str, str], None]
-    """Called with a mesh's name and what it is doing, during the start and when it is lost; with "" when it is not to
-    be there any more."""
-    say: Callable[[str], None]
-    """Called from any thread with a sentence when a mesh is lost or back."""
+Serving = Callable[[Path, Options], Coroutine[Any, Any, tuple[int, str]]]
+"""Work in a directory of its own that serves weights. Returns the exit code, and how it ended, in words."""
 
 
 @asynccontextmanager
@@ -56,11 +42,9 @@ async def start(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[
 
 
 @asynccontextmanager
-async def bring_up(
-    config: RunConfig, serve_at: GatewayConfig | None = None, **options: Unpack[Options]
-) -> AsyncIterator[Supervisor]:
-    """Start every mesh of the config on its hosts, and stop all of them at the end. `serve_at`: train nothing, serve
-    the policy there to any HTTP client, with generators, router, renderer and placement of the config:
+async def bring_up(config: RunConfig, **options: Unpack[Options]) -> AsyncIterator[Supervisor]:
+    """Start every mesh of the config on its hosts, and stop all of them at the end. That of a `ServeConfig` trains
+    nothing, and serves the policy to any HTTP client:
 
         checkpoint ─published as v0─▶ generators pull and verify ─▶ router serves ─▶ gateway listens
 
@@ -71,21 +55,14 @@ async def bring_up(
     from titan_rl.supervision.supervisor import Supervisor
 
     logs = options.get("log_directory")
-    run_directory, serving = logs and logs.parent, serve_at is not None
-    if serve_at is None:
-        agents = config.rollout.agents
-        gateway = GatewayConfig(host=agents.host, port=agents.port, rollout_keys=True)
-    else:
-        gateway = serve_at
-        # There is only one version, so a completion whose generator died can start over and gives the same tokens.
-        # Without resuming, penalties and min_tokens can be allowed.
-        config = dataclasses.replace(config, router=dataclasses.replace(config.router, resume=False))
+    run_directory = logs and logs.parent
 
-    async def check(host: Host) -> None:
-        await host.require_same(tiny_policy(config), meshes.table.model_path, options.get("imports", ()))
+    async def check(host: AttachedHost) -> None:
+        await host.require_same(config)
         placement = meshes.table.placement
         assert placement is not None
-        if run_directory and "trainer" in placement.names and host.name in placement.mesh("trainer").hosts:
+        trainer = placement.meshes.get("trainer")
+        if run_directory and trainer is not None and host.name in trainer.hosts:
             await host.require_sees(run_directory)
         try:
             check_open_files(host.facts, placement.processes)
@@ -100,14 +77,14 @@ async def bring_up(
         await meshes.router.pull_model_state_dict(publication)
         await meshes.set_up("gateway")
 
-    meshes = Supervisor(config, gateway=gateway, serving=serving, **options)
+    meshes = Supervisor(config, **options)
     hosts = HostControl(meshes, check)
     try:
         if config.placement.several_hosts and transport() == "tls":
             meshes.say("connections between hosts are encrypted and mutually authenticated (TLS)")
         await meshes.run_end.watch(hosts.place())
         meshes.spawn()
-        await meshes.run_end.watch(publish_and_serve() if serving else meshes.set_up(*meshes.meshes))
+        await meshes.run_end.watch(publish_and_serve() if config.serving else meshes.set_up(*meshes.meshes))
         watched = "run_end" in options  # otherwise calls would wait for ever for what is replaced no more
         async with (
             controlled(hosts, run_directory and run_directory / CONTROL, meshes.say),

@@ -37,14 +37,14 @@ RENDER_SECONDS = 1.0
 """Time limit for trying prompts with the tokenizer."""
 
 
-def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]:
+def check_task(config: RunConfig) -> list[ConfigError]:
     """The problem that keeps the task of `config` from being played, or its `warning`. Call it if `check_run` found
     nothing."""
     # hide the output of user code and the ends of its processes: the problem says what matters of them
     logging.getLogger("titan_rl.isolation").addHandler(logging.NullHandler())
     name = config.environment.name
     try:
-        warning = asyncio.run(_try(config, imports))
+        warning = asyncio.run(_try(config))
     except (ConfigError, TaskError, ActorGone) as raised:
         error = raised
     else:
@@ -56,11 +56,11 @@ def check_task(config: RunConfig, imports: tuple[str, ...]) -> list[ConfigError]
     return [AbsentError(sentence) if isinstance(error, AbsentError) else ConfigError(sentence)]
 
 
-async def _try(config: RunConfig, imports: tuple[str, ...]) -> str:
+async def _try(config: RunConfig) -> str:
     """Returns the environment's warning."""
     files = (Path(config.policy.path) / name for name in ("config.json", "tokenizer.json"))
     tokenizer = config.policy.tiny is not None or all(file.is_file() for file in files)
-    runner = GroupRunner(config, model_path=str(model_directory(config)) if tokenizer else "", imports=imports)
+    runner = GroupRunner(config, model_path=str(model_directory(config)) if tokenizer else "")
     try:
         info = await (runner.start(programs=False) if tokenizer else runner.pool.start())
         count = min(max(1, config.loop.steps) * config.loop.groups_per_step, TRIED_PROMPTS)

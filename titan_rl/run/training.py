@@ -75,13 +75,12 @@ class Training:
         self._display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
         self._prepare(checkpoint)
 
-    async def run(self, imports: tuple[str, ...], run_end: RunEnd) -> TrainingLoop:
+    async def run(self, run_end: RunEnd) -> TrainingLoop:
         """Train to the end and save; returns the loop that came there. Raises as `train_and_save`."""
         try:
             with self._display:
                 async with bring_up(
                     self._config,
-                    imports=imports,
                     log_directory=self._directory / "logs",
                     run_end=run_end,
                     on_mesh=self._display.mesh,

@@ -32,7 +32,6 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
@@ -45,13 +44,14 @@ from typing import Any, NoReturn
 import msgspec
 
 from titan_rl.processes import die_with, die_with_owner, die_with_peer, run_and_exit
-from titan_rl.supervision.proxy import LENGTH
 
 MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
 """What `monarch.actor.default_bootstrap_cmd()` runs; a test compares."""
 
 LINGER_SECONDS = 10.0
 """How long a process that has ended is not reaped: longer than a busy host keeps its watch waiting."""
+LOOK_SECONDS = 1.0
+"""Between two looks for processes and stages that have ended."""
 READ_AT_START = ("PYTHON", "LD_", "OMP_", "MKL_")
 """Beginnings of variables that Python and native libraries read when they are loaded."""
 
@@ -111,7 +111,6 @@ class ForkServer:
         self._anew = False
         self._environment: dict[str, str] = {}  # in which it imports
         self._set: dict[str, str] = {}  # variables that imports have set
-        self._wake, self._waker = socket.socketpair()
 
     def serve(self) -> NoReturn:
         """Import, then fork what is asked for."""
@@ -128,20 +127,14 @@ class ForkServer:
         gc.freeze()
         gc.enable()
         sys.stdout.flush()  # or each process prints it again
-        for end in (self._wake, self._waker):
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the socket
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         for stage in self._stage.above:
             if stage.now:
                 self._begin(stage)
         while True:
             kinds = {listener: kind for kind, listener in self._sockets.items()}
-            ready, _, _ = select.select([self._wake, *kinds], [], [], LINGER_SECONDS if self._processes else None)
-            if self._wake in ready:
-                self._wake.recv(4096)
+            ready, _, _ = select.select([*kinds], [], [], LOOK_SECONDS if self._processes or self._stages else None)
             self._look_after_children()
-            for kind in (kinds[listener] for listener in ready if listener in kinds):
+            for kind in (kinds[listener] for listener in ready):
                 if kind in self._stage.kinds:
                     self._answer(self._sockets[kind])
                 elif kind in self._sockets:  # the stage of another one may have taken it over just now
@@ -165,14 +158,14 @@ class ForkServer:
         with proxy:
             try:
                 proxy.settimeout(REQUEST_SECONDS)
-                head, descriptors, *_ = socket.recv_fds(proxy, LENGTH.size, 4)
-                with proxy.makefile("rb") as rest:  # until it is whole, or the proxy is gone
-                    request = marshal.loads(rest.read(*LENGTH.unpack(head)))
+                _, descriptors, *_ = socket.recv_fds(proxy, 1, 4)
+                with proxy.makefile("rb") as words:
+                    request = marshal.load(words)  # until it is whole, or the proxy is gone
                 if (pid := os.fork()) == 0:
                     with _ending_in_exit():
                         self._leave_behind()
                         self._be_process(proxy, request, descriptors)
-            except (OSError, ValueError, EOFError, struct.error) as error:  # the proxy was killed, perhaps
+            except (OSError, ValueError, EOFError, TypeError) as error:  # the proxy was killed, perhaps
                 return _log.warning("a process was not forked: %s: %s", type(error).__name__, error)
             finally:
                 for descriptor in descriptors:
@@ -182,10 +175,8 @@ class ForkServer:
                 proxy.sendall(f"{pid}".encode())
 
     def _leave_behind(self) -> None:
-        """Of what a fork has, the sockets and the signals of the stage."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for each in (self._wake, self._waker, *self._sockets.values()):
+        """Of what a fork has, the sockets of the stage."""
+        for each in self._sockets.values():
             each.close()
 
     def _be_process(self, proxy: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:

@@ -17,8 +17,8 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ConfigError, MeshFailed, TitanError
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.hosts.host import Host
+from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState
 from titan_rl.supervision.placement import Kind, MeshPlan, Placement, plan
@@ -32,25 +32,19 @@ class MeshTable:
     """All meshes of one run or service by name, and what they are made from."""
 
     config: RunConfig
-    gateway: GatewayConfig
-    """Settings of the gateway, if there is one."""
-    model_path: Path
-    """Hugging Face directory that trainer and generators load."""
-    imports: tuple[str, ...]
-    """The user's modules."""
     report: Callable[[TitanError], None]
     """Called with the fault of a mesh that hangs."""
     say: Callable[[str], None]
-    rollouts: RolloutWorkers
-    """All rollout workers as one object."""
-    fleet: list[str]
-    """Names of the generators that there are to be, spares too."""
-    spares: int
-    """How many of these wait for the place of another one."""
     hosts: Mapping[str, Host]
     """Those that are not lost, by name."""
-    serving: bool
-    """There are neither trainer nor rollout workers."""
+    model_path: Path = field(init=False)
+    """Hugging Face directory that trainer and generators load."""
+    rollouts: RolloutWorkers = field(init=False)
+    """All rollout workers as one object."""
+    fleet: list[str] = field(init=False)
+    """Names of the generators that there are to be, spares too."""
+    spares: int = field(init=False)
+    """How many of these wait for the place of another one."""
     leaving: set[str] = field(default_factory=set)
     """Hosts on which nothing is placed any more."""
     meshes: dict[str, ManagedMesh] = field(default_factory=dict)
@@ -58,21 +52,25 @@ class MeshTable:
     placement: Placement | None = None
     """The newest one."""
 
+    def __post_init__(self) -> None:
+        self.model_path, self.rollouts = model_directory(self.config), RolloutWorkers(self.config)
+        self.fleet, self.spares = self.config.generator_names(), self.config.placement.spares
+
     @property
     def placed(self) -> list[ManagedMesh]:
         """Those for which there is room, in the order of their start."""
-        return [self.meshes[name] for name in self.placement.names] if self.placement else []
+        return [self.meshes[name] for name in self.placement.meshes] if self.placement else []
 
     def trial(self, fleet: Sequence[str], *, without: str = "") -> Placement:
         """The placement with these generators, without a host. What has no room is not in it. Raises ConfigError if
         that happens at the start."""
         hosts = [host.facts for host in self.hosts.values() if host.name not in {*self.leaving, without}]
-        return plan(self.config, *hosts, serving=self.serving, generators=fleet, kept=self.placement)
+        return plan(self.config, *hosts, generators=fleet, kept=self.placement)
 
     def place(self) -> list[MeshPlan]:
         """Place what has no place yet, or has lost it; returns the plans of meshes that are new."""
         self.placement = self.trial(self.fleet)
-        plans = {each.name: each for each in self.placement.meshes}
+        plans = self.placement.meshes
         for name, mesh in self.meshes.items():
             mesh.plan = plans.get(name, mesh.plan)
             if mesh.kind in (Kind.RELAY, Kind.GENERATOR):  # its host may be gone, or it was taken out of the fleet
@@ -83,10 +81,6 @@ class MeshTable:
 
     def of(self, kind: Kind) -> Iterator[ManagedMesh]:
         return (mesh for mesh in self.meshes.values() if mesh.kind is kind)
-
-    def handle(self, name: str) -> Any:
-        """For those who call the mesh; None: there is no such mesh."""
-        return self.meshes[name].handle if name in self.meshes else None
 
     def relays(self) -> dict[str, ManagedMesh]:
         """By host, in the same order for everybody."""
@@ -111,7 +105,7 @@ class MeshKind:
 
     calls: tuple[Kind, ...] = ()
     """The kinds of its peers."""
-    doing: str
+    doing = "starting"
     """What the mesh does during its set-up, for the display."""
     lost_with: str
     """What has to be done again when it loses a process or hangs."""
@@ -129,7 +123,7 @@ class MeshKind:
 
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         """As its client takes them."""
-        return {kind.value: self.table.handle(kind) for kind in self.calls}
+        return {kind.value: mesh.handle for kind in self.calls for mesh in self.table.of(kind)}
 
     async def announce(self, mesh: ManagedMesh) -> None:
         """It came up while others were. Its handle is not all that they have to know."""
@@ -211,7 +205,6 @@ class GeneratorKind(MeshKind):
 
 class RelayKind(MeshKind):
     calls = (Kind.RELAY,)
-    doing = "starting"
     lost_with = "the weights that it is bringing to its host"
 
     def client(self, plan: MeshPlan) -> RelayClient:
@@ -226,7 +219,6 @@ class RelayKind(MeshKind):
 
 
 class RouterKind(MeshKind):
-    doing = "starting"
     lost_with = "which sessions stick to which generator"
 
     def client(self, plan: MeshPlan) -> RouterClient:
@@ -251,7 +243,7 @@ class GatewayKind(MeshKind):
         return GatewayClient(start_seconds=self.start_seconds)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {**super().arguments(mesh), "gateway": self.table.gateway}
+        return {**super().arguments(mesh), "gateway": self.table.config.gateway_settings()}
 
 
 class RolloutKind(MeshKind):
@@ -263,7 +255,7 @@ class RolloutKind(MeshKind):
         return next(worker for worker in self.table.rollouts.workers if worker.name == plan.name)
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {**super().arguments(mesh), "mesh": mesh.name, "imports": self.table.imports}
+        return {**super().arguments(mesh), "mesh": mesh.name}
 
 
 KINDS: dict[Kind, type[MeshKind]] = {

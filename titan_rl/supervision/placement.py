@@ -15,7 +15,7 @@ Always true of a `Placement`:
 Imports neither Monarch nor torch, so that a dry run on any machine can show the plan of a run on another one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -97,19 +97,12 @@ class Placement:
 
     device: Device
     """Device of trainer and generators."""
-    meshes: tuple[MeshPlan, ...]
-
-    def mesh(self, name: str) -> MeshPlan:
-        return next(mesh for mesh in self.meshes if mesh.name == name)
-
-    @property
-    def names(self) -> list[str]:
-        """Of the meshes, in the order of their start: each uses handles of those before it."""
-        return [mesh.name for mesh in self.meshes]
+    meshes: Mapping[str, MeshPlan]
+    """By name, in the order of their start: each uses handles of those before it."""
 
     @property
     def processes(self) -> int:
-        return sum(mesh.ranks for mesh in self.meshes)
+        return sum(mesh.ranks for mesh in self.meshes.values())
 
 
 def resolve_device(config: RunConfig, *hosts: HostFacts) -> Device:
@@ -119,12 +112,12 @@ def resolve_device(config: RunConfig, *hosts: HostFacts) -> Device:
     return config.placement.device
 
 
-def devices_needed(config: RunConfig, *, serving: bool = False) -> int:
+def devices_needed(config: RunConfig) -> int:
     """CUDA devices that the run takes on CUDA: for each rank of the trainer (if any) and of every generator one, or its
     share of one."""
-    ranks = len(config.generator_names()) * config.generator.tensor_parallel + (0 if serving else config.trainer.ranks)
-    largest = max(config.generator.tensor_parallel, 0 if serving else config.trainer.ranks)
-    return max(-(-ranks // config.placement.ranks_per_device), largest)
+    trainer, of_one = 0 if config.serving else config.trainer.ranks, config.generator.tensor_parallel
+    ranks = len(config.generator_names()) * of_one + trainer
+    return max(-(-ranks // config.placement.ranks_per_device), trainer, of_one)
 
 
 def plays(config: RunConfig) -> bool:
@@ -223,17 +216,12 @@ def engine_environment(config: RunConfig, device: Device) -> dict[str, str]:
 
 
 def plan(
-    config: RunConfig,
-    *hosts: HostFacts,
-    serving: bool = False,
-    generators: Sequence[str] | None = None,
-    kept: Placement | None = None,
+    config: RunConfig, *hosts: HostFacts, generators: Sequence[str] | None = None, kept: Placement | None = None
 ) -> Placement:
     """Place the run.
 
     Args:
         hosts: the controller's first.
-        serving: there is a gateway, and neither trainer nor rollout workers.
         generators: names of those that there are to be; None: those that the run starts with.
         kept: the placement so far, of which hosts may be gone: its meshes stay where they are if their hosts are still
             there, and they are still to be. A mesh for which no room is left is not in the new one.
@@ -245,9 +233,9 @@ def plan(
     device, where = kept.device if kept else resolve_device(config, *hosts), config.placement
     room = _Room(device, hosts, where, some_lost=kept is not None)
     devices = sum(len(host.cuda_devices) for host in hosts)
-    needed = devices_needed(config, serving=serving)
+    needed = devices_needed(config)
     if kept is None and device == "cuda" and needed > devices:
-        trainer_share = "" if serving else f"trainer {config.trainer.ranks}, "
+        trainer_share = "" if config.serving else f"trainer {config.trainer.ranks}, "
         raise ConfigError(
             f"the run needs {needed} CUDA devices ({trainer_share}generators "
             f"{len(config.generator_names())} x {config.generator.tensor_parallel}) and "
@@ -260,14 +248,14 @@ def plan(
         common["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi numbers them
     generators = config.generator_names() if generators is None else generators
     stay = {
-        mesh.name: mesh
-        for mesh in (kept.meshes if kept else ())
-        if room.hosts.keys() >= set(mesh.hosts) and (mesh.kind is not Kind.GENERATOR or mesh.name in generators)
+        name: mesh
+        for name, mesh in (kept.meshes if kept else {}).items()
+        if room.hosts.keys() >= set(mesh.hosts) and (mesh.kind is not Kind.GENERATOR or name in generators)
     }
     for mesh in stay.values():
         for host, taken in zip(mesh.hosts, mesh.devices, strict=True):
             room.take(host, computes=mesh.kind.computes, device=taken)
-    meshes: dict[str, MeshPlan] = {}  # in the order of their start
+    meshes: dict[str, MeshPlan] = {}
 
     def place(
         kind: Kind, name: str, find: Callable[[], Sequence[str]], positions: Sequence[str] = ("-",), **variables: str
@@ -307,7 +295,7 @@ def plan(
 
     for relayed in room.hosts if len(hosts) > 1 or "relay0" in stay else ():  # generators go on asking it
         place(Kind.RELAY, f"relay{relayed.removeprefix('host')}", lambda host=relayed: [host])  # type: ignore[misc]
-    if not serving:
+    if not config.serving:
         positions = [
             f"fsdp {shard}/{trainer.data_parallel}, tp {rank}/{trainer.tensor_parallel}"
             for shard in range(trainer.data_parallel)
@@ -321,25 +309,30 @@ def plan(
         positions = [f"{'spare, ' if name in spares else ''}tp {rank}/{ranks}" for rank in range(ranks)]
         place(Kind.GENERATOR, name, partial(room.for_generator, ranks), positions, **engine)
     place(Kind.ROUTER, "router", partial(room.for_process, "router", [where.router]))
-    if serving or plays(config):
+    if config.serving or plays(config):
         place(Kind.GATEWAY, "gateway", partial(room.for_process, "gateway", [where.gateway]))
     find = partial(room.for_process, "rollouts", where.rollouts)
-    for number in range(0 if serving else config.rollout.workers):  # a tokenizer is used on both sides of a fork
+    for number in range(0 if config.serving else config.rollout.workers):  # a tokenizer is used on both sides of a fork
         place(Kind.ROLLOUT, f"rollout{number}", find, TOKENIZERS_PARALLELISM="false")
-    if kept is None and "gateway" in meshes and not serving and is_loopback(address := config.rollout.agents.host):
+    if (
+        kept is None
+        and "gateway" in meshes
+        and not config.serving
+        and is_loopback(address := config.rollout.agents.host)
+    ):
         [there], rollouts = meshes["gateway"].hosts, [each for each in meshes.values() if each.kind is Kind.ROLLOUT]
         if apart := sorted({mesh.hosts[0] for mesh in rollouts} - {there}):
             raise ConfigError(
                 f"rollout.agents.host: the gateway of {there} cannot be reached from {', '.join(apart)} at {address}: "
                 f"name an address of {there}, or keep the rollout workers there (placement.rollouts {there})"
             )
-    return Placement(device=device, meshes=tuple(meshes.values()))
+    return Placement(device=device, meshes=meshes)
 
 
-def with_devices(host: HostFacts, config: RunConfig, *, serving: bool = False) -> HostFacts:
+def with_devices(host: HostFacts, config: RunConfig) -> HostFacts:
     """The host with as many devices as a run that asks for CUDA would need, where it has fewer: for a drawing, and for
     runs whose devices are on other hosts."""
-    needed = devices_needed(config, serving=serving)
+    needed = devices_needed(config)
     if config.placement.device != "cuda" or len(host.cuda_devices) >= needed:
         return host
     return replace(host, cuda_devices=tuple(range(needed)), devices_there=len(host.cuda_devices))
@@ -368,7 +361,7 @@ def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
         lines = [" ".join(lines)]
     lines.append("")
     rows = [(*(("host",) if several else ()), "mesh", "rank", "device", "threads", "position")]
-    for mesh in placement.meshes:
+    for mesh in placement.meshes.values():
         for rank, (host_name, env, device, position) in enumerate(
             zip(mesh.hosts, mesh.env, mesh.devices, mesh.positions, strict=True)
         ):

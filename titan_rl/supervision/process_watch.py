@@ -10,7 +10,6 @@
 - Each end is reported once, with rank, process id and exit status. The status is read before the process is reaped,
   which the fork server takes its time for. It is not known if the fork server was killed before.
 - A stopped process (SIGSTOP, a debugger's detach, Ctrl-Z) has not ended.
-- After `expect_ends` no end is reported.
 - A line that is no birth is logged and left out. A process for which this one has no descriptor left is killed: its end
   would go unheard. A thread that dies itself is reported (`on_broken`), and so is a fork server that dies at every
   start.
@@ -26,8 +25,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -45,16 +44,6 @@ _GONE_SECONDS = 8.0
 which those that follow them need."""
 FORK_SERVER_SECONDS, FORK_SERVERS = 10.0, 3
 """So many fork servers, none of which lived for so long, and no more is started."""
-
-
-@dataclass(slots=True)
-class _Spawn:
-    """The processes of one start of a mesh."""
-
-    living: dict[int, int] = field(default_factory=dict)  # descriptor by process id
-    ended: int = 0
-    expected: bool = False
-    over: bool = False
 
 
 class ProcessWatch:
@@ -81,47 +70,33 @@ class ProcessWatch:
         self._on_end = on_end
         self._on_broken = on_broken
         self._lock = threading.Lock()
-        self._spawns: dict[str, _Spawn] = {}
+        self._living: dict[str, dict[int, int]] = defaultdict(dict)  # by spawn: descriptor by process id
+        self._over: set[str] = set()  # spawns
         for pipe in (life, self.births):
             os.mkfifo(pipe)
-        # for both ends: without a writer every read would be an end of file
+        # for both ends: without a writer every read would be an end of file, and without a reader none could be opened
         self._pipe = os.open(self.births, os.O_RDWR)
-        reading = os.open(life, os.O_RDONLY | os.O_NONBLOCK)  # without a reader it could not be opened
-        self._life = os.open(life, os.O_WRONLY)  # for as long as this process lives
-        os.close(reading)
+        self._life = os.open(life, os.O_RDWR)  # for as long as this process lives
         self._closed = False
         start_thread("births", self._take_births, on_death=on_broken)
         keep = functools.partial(self._keep_fork_server, directory, stage, log, dict(os.environ))
         start_thread("fork server", keep, on_death=on_broken)
 
-    def any_ended(self, spawn: str) -> bool:
-        """Whether a process of this spawn has ended, reported or not."""
-        with self._of(spawn) as mine:
-            return mine.ended > 0 or any(_ends_within(descriptor, 0) for descriptor in mine.living.values())
-
-    def expect_ends(self, spawn: str, kill: bool = False) -> None:
-        """Report no ends from now on: the processes are about to be stopped. Processes stopped by SIGSTOP are
-        continued, because they could not exit otherwise. May take seconds if it is to kill them."""
-        with self._of(spawn) as mine:
-            mine.expected = True
-            for descriptor in mine.living.values():
+    def wake(self, spawn: str) -> None:
+        """Continue processes that were stopped by SIGSTOP: they could not exit."""
+        with self._lock:
+            for descriptor in self._living[spawn].values():
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGCONT)
-        if kill:
-            self._kill(spawn, after_milliseconds=0)
 
-    def end(self, spawn: str) -> None:
-        """The spawn is over. Kills processes that still live, and those that register later. May take seconds."""
-        with self._of(spawn) as mine:
-            mine.over = mine.expected = True
-        self._kill(spawn, after_milliseconds=_EXIT_MILLISECONDS)
-
-    def _kill(self, spawn: str, *, after_milliseconds: int) -> None:
-        """Kill processes that still live then, and return when they are gone."""
-        with self._of(spawn) as mine:
-            living = [os.dup(descriptor) for descriptor in mine.living.values()]
+    def end(self, spawn: str, at_once: bool = False) -> None:
+        """The spawn is over. Kills processes that still live, and those that register later, and returns when they are
+        gone. May take seconds."""
+        with self._lock:
+            self._over.add(spawn)
+            living = [os.dup(descriptor) for descriptor in self._living[spawn].values()]
         for descriptor in living:
-            if not _ends_within(descriptor, after_milliseconds):
+            if not _ends_within(descriptor, 0 if at_once else _EXIT_MILLISECONDS):
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         deadline = time.monotonic() + _GONE_SECONDS
@@ -134,11 +109,6 @@ class ProcessWatch:
         self._closed = True
         os.write(self._pipe, b"\n")
         os.close(self._life)
-
-    @contextlib.contextmanager
-    def _of(self, spawn: str) -> Iterator[_Spawn]:
-        with self._lock:
-            yield self._spawns.setdefault(spawn, _Spawn())
 
     def _keep_fork_server(self, directory: Path, stage: Stage, log: str, environment: dict[str, str]) -> None:
         """`environment`: not this process's own, which another thread may be changing."""
@@ -178,10 +148,10 @@ class ProcessWatch:
 
     def _take_birth(self, spawn: str, name: str, pid: int) -> None:
         try:
-            with self._of(spawn) as mine:
-                descriptor = mine.living[pid] = os.pidfd_open(pid)
+            with self._lock:
+                descriptor = self._living[spawn][pid] = os.pidfd_open(pid)
                 answering.add(descriptor)
-                if mine.over:
+                if spawn in self._over:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         except ProcessLookupError:
             return self._tell_end(spawn, name, pid, None)
@@ -198,13 +168,11 @@ class ProcessWatch:
         self._tell_end(spawn, name, pid, None if status is None else os.waitstatus_to_exitcode(status))
 
     def _tell_end(self, spawn: str, name: str, pid: int, code: int | None) -> None:
-        with self._of(spawn) as mine:
-            mine.ended += 1
-            if (descriptor := mine.living.pop(pid, None)) is not None:
+        with self._lock:
+            if (descriptor := self._living[spawn].pop(pid, None)) is not None:
                 answering.discard(descriptor)
                 os.close(descriptor)
-        if not mine.expected:
-            self._on_end(spawn, name, code)
+        self._on_end(spawn, name, code)
 
 
 def _ends_within(descriptor: int, milliseconds: int | None) -> bool:

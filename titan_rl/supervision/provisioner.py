@@ -15,6 +15,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -39,6 +40,9 @@ from titan_rl.supervision.run_end import until_either
 
 STOP_SECONDS = 20.0
 """Bound on stopping one mesh; past it its processes are killed."""
+
+END_SECONDS = 0.5
+"""What Monarch says of a mesh waits for so long: if a process has ended, the kernel says how, which is its cause."""
 
 TOO_LATE = "Timeout"
 """In Monarch's reason why processes did not start. It hears of no process that takes more than 30 s to be born, however
@@ -84,14 +88,12 @@ class SpawnedProcesses:
         """A host of it is lost, or it is being stopped: Monarch may never say that the rest has started."""
         self.actors: list[str] = []
         """The names of the actor meshes spawned here, as Monarch knows them."""
+        self.any_ended = False
+        """Whether the end of a process was reported."""
 
     @property
     def hosts(self) -> list[Host]:
         return [host for host, _, _ in self._parts]
-
-    @property
-    def any_ended(self) -> bool:
-        return any(host.any_ended(self.spawn_id) for host in self.hosts)
 
     def spawn(self, name: str, actor: type[Any], *args: Any, **options: Any) -> list[Any]:
         """One actor of this class in every process, made with these arguments; returns the handle of each rank."""
@@ -124,7 +126,7 @@ class SpawnedProcesses:
         if host.lost:
             return
         try:
-            await host.expect_ends(self.spawn_id, kill)
+            await (host.end(self.spawn_id, at_once=True) if kill else host.wake(self.spawn_id))
             if not host.lost:  # meanwhile; nobody would answer
                 await bounded(processes.stop(), what=f"stop of mesh {self.name}", seconds=STOP_SECONDS)
         except Exception as error:  # also Monarch's own errors, if the mesh was stopped during its start
@@ -182,10 +184,10 @@ class Provisioner:
         *,
         silent_seconds: float,
         on_lost: Callable[[Host], None] = lambda host: None,
-        check: Callable[[Host], Awaitable[None]] | None = None,
-    ) -> None:
-        """Take hosts into the run: all of them, or none. Raises HostLost: one does not answer; ConfigError: one does
-        not fit to the others.
+        check: Callable[[AttachedHost], Awaitable[None]] | None = None,
+    ) -> list[AttachedHost]:
+        """Take hosts into the run: all of them, or none; returns them. Raises HostLost: one does not answer;
+        ConfigError: one does not fit to the others.
 
         Args:
             workers: ADDRESS:PORT of each, by the name that it gets.
@@ -230,6 +232,7 @@ class Provisioner:
             await asyncio.gather(*(host.detach() for host in new))
             raise
         self.hosts |= {host.name: host for host in new}
+        return new
 
     def on(self, host: str) -> list[str]:
         """The meshes that have processes on a host, those that are being stopped among them."""
@@ -297,14 +300,19 @@ class Provisioner:
         if mesh is None:
             return _log.info("a fault of no mesh that is up: %s", report)
         _log.error("fault: %s", report)
-        if not mesh.any_ended:  # otherwise it follows from the end, which is reported with its exit status
-            self._on_fault(MeshFailed(f"mesh {mesh.name} failed: {_first_lines(report)}", mesh.name))
+
+        def tell() -> None:
+            if not mesh.any_ended and self._meshes.get(mesh.name) is mesh:
+                self._on_fault(MeshFailed(f"mesh {mesh.name} failed: {_first_lines(report)}", mesh.name))
+
+        threading.Timer(END_SECONDS, tell).start()
 
     def _ended(self, spawn_id: str, process: str, code: int | None) -> None:
         """Called from the thread that waited for the process, or with an agent's news."""
         mesh = next((mesh for mesh in list(self._meshes.values()) if mesh.spawn_id == spawn_id), None)
         if mesh is None:  # it was stopped
             return
+        mesh.any_ended = True
         how = "ended, and nobody saw its exit status" if code is None else ending_in_words(code)
         _log.error("fault: %s %s", process, how)
         self._on_fault(MeshFailed(f"{process} {how}", mesh.name))

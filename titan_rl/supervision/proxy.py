@@ -11,13 +11,11 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 
 START_SECONDS = 120.0
 """How long there may be no fork server."""
-LENGTH = struct.Struct("<Q")
 CORES = "TITAN_RL_CORES"
 """Variable with the cores of a process, as the kernel lists them: `0-31,64-95`."""
 
@@ -30,10 +28,9 @@ def main() -> int:
     listed, threads = os.environ.get(CORES, ""), int(os.environ.get("OMP_NUM_THREADS", "1"))
     mine = cores(listed, os.sched_getaffinity(0), threads)
     state = {"environment": dict(os.environ), "cores": mine, "scheduling": os.sched_getscheduler(0)}
-    request = marshal.dumps({"words": words, **state})
     with _connect(place, directory) as server:
-        socket.send_fds(server, [LENGTH.pack(len(request))], [0, 1, 2, os.open(".", os.O_PATH)])
-        server.sendall(request)
+        socket.send_fds(server, [b"\0"], [0, 1, 2, os.open(".", os.O_PATH)])
+        server.sendall(marshal.dumps({"words": words, **state}))
         if not (pid := server.recv(32)):
             print("the fork server ended while it was to fork a process", file=sys.stderr)
             return 1
@@ -59,24 +56,19 @@ def _connect(place: str, directory: str) -> socket.socket:
             return server
         except OSError:  # not yet, or not any more: another one is being started
             server.close()
-        try:
-            waits = owner_lives(directory) and time.monotonic() < deadline
-        except OSError:  # the directory is gone with its owner
-            waits = False
-        if not waits:
+        if not owner_lives(directory) or time.monotonic() > deadline:
             sys.exit(f"no fork server answers at {place}")
         time.sleep(0.02)
 
 
 def owner_lives(directory: str) -> bool:
-    """Whether the owner of this directory of a watch lives. Raises OSError if the directory is not there."""
-    pipe = os.open(f"{directory}/life", os.O_RDONLY | os.O_NONBLOCK)
+    """Whether the owner of this directory of a watch lives."""
     try:
-        return os.read(pipe, 1) != b""
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(pipe)
+        pipe = os.open(f"{directory}/life", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:  # the directory is gone with it
+        return False
+    with open(pipe, "rb", buffering=0) as life:
+        return life.read(1) is None  # there is nothing yet; without an owner, an end of file
 
 
 def exit_status(pid: int, descriptor: int) -> int | None:

@@ -10,7 +10,8 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
 
 from titan_rl.errors import ActorGone, RollbackNeeded, Stopped, TitanError
 
@@ -122,6 +123,21 @@ class RunEnd:
         any did."""
         self.is_settled = True
         return self._first.result() if self._first.done() else None
+
+
+class Options(TypedDict, total=False):
+    """What the meshes of a run are told from outside, and tell."""
+
+    log_directory: Path | None
+    """One log file per process goes here; None, the default: processes print to the terminal."""
+    run_end: RunEnd
+    """Collects what ends the run. It ends the start, and the next `watch` raises it. Without one, it ends the `with`
+    block, and is raised there."""
+    on_mesh: Callable[[str, str], None]
+    """Called with a mesh's name and what it is doing, during the start and when it is lost; with "" when it is not to
+    be there any more."""
+    say: Callable[[str], None]
+    """Called from any thread with a sentence when a mesh is lost or back."""
 
 
 @contextlib.asynccontextmanager

@@ -22,17 +22,13 @@ import os
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 from titan_rl.actors.gateway import GatewayClient
-from titan_rl.actors.rollouts import RolloutWorkers
 from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, HostLost, MeshFailed, TitanError
-from titan_rl.gateway.config import GatewayConfig
 from titan_rl.loop.system import System
-from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.connection import bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_stages import fork_stages
@@ -40,7 +36,7 @@ from titan_rl.supervision.managed_mesh import ManagedMesh, MeshState, pause_afte
 from titan_rl.supervision.mesh_kinds import KINDS, MeshKind, MeshTable
 from titan_rl.supervision.placement import Kind
 from titan_rl.supervision.provisioner import TOO_LATE, Provisioner, listen_for
-from titan_rl.supervision.run_end import RunEnd, until_either
+from titan_rl.supervision.run_end import Options, RunEnd, until_either
 from titan_rl.weights.segment_files import remove_segments_of, sweep_dead_segments
 
 T = TypeVar("T")
@@ -60,45 +56,20 @@ _log = logging.getLogger(__name__)
 class Supervisor:
     """All meshes of one run or service. Belongs to one event loop."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        gateway: GatewayConfig,
-        serving: bool = False,
-        imports: tuple[str, ...] = (),
-        log_directory: Path | None = None,
-        run_end: RunEnd | None = None,
-        on_mesh: Callable[[str, str], None] = lambda mesh, doing: None,
-        say: Callable[[str], None] = lambda what: None,
-    ) -> None:
-        """`serving`: serve a checkpoint, without trainer and rollout workers. For the others see `start.Options`."""
-        self.config, self.log_directory, where = config, log_directory, config.placement
-        self.run_end = RunEnd() if run_end is None else run_end
-        self.say, self._on_mesh = say, on_mesh
+    def __init__(self, config: RunConfig, **options: Unpack[Options]) -> None:
+        self.config, self.log_directory = config, options.get("log_directory")
+        self.run_end = options.get("run_end") or RunEnd()
+        self.say = options.get("say", lambda what: None)
+        self._on_mesh = options.get("on_mesh", lambda mesh, doing: None)
         self.provisioner = Provisioner(
-            log_directory=str(log_directory) if log_directory is not None else "",
-            imports=imports,
-            spans=config.logging.spans and not serving,
+            log_directory=str(self.log_directory or ""),
+            imports=config.user_modules,
+            spans=config.logging.spans and not config.serving,
             on_fault=self.report,
             stage=functools.partial(fork_stages, config),
-            listens=listen_for(where),
+            listens=listen_for(config.placement),
         )
-        self.table = MeshTable(
-            config=config,
-            gateway=gateway,
-            model_path=model_directory(config),
-            imports=imports,
-            report=self.report,
-            say=say,
-            rollouts=RolloutWorkers(
-                workers=config.rollout.workers, start_seconds=where.start_seconds, step_seconds=where.step_seconds
-            ),
-            fleet=config.generator_names(),
-            spares=where.spares,
-            hosts=self.provisioner.hosts,
-            serving=serving,
-        )
+        self.table = MeshTable(config=config, report=self.report, say=self.say, hosts=self.provisioner.hosts)
         self.meshes = self.table.meshes
         self.kinds: dict[Kind, MeshKind] = {kind: make(self.table) for kind, make in KINDS.items()}
         self._changed = asyncio.Event()  # a mesh has another state, was born, or its processes are gone
@@ -114,11 +85,6 @@ class Supervisor:
     @property
     def gateway(self) -> GatewayClient:
         return self.meshes["gateway"].client
-
-    @property
-    def pids(self) -> dict[str, list[int]]:
-        """Process ids by mesh."""
-        return {mesh.name: mesh.pids for mesh in self.meshes.values()}
 
     def system(self) -> System:
         """The parts of a run as the training loop sees them."""

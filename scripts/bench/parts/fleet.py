@@ -26,7 +26,7 @@ from titan_rl.actors.router import GeneratorRouter  # noqa: E402
 from titan_rl.actors.router_client import RouterClient  # noqa: E402
 from titan_rl.hosts.facts import detect_host  # noqa: E402
 from titan_rl.policy.models.tiny import model_directory  # noqa: E402
-from titan_rl.supervision.placement import MeshPlan, plan  # noqa: E402
+from titan_rl.supervision.placement import plan  # noqa: E402
 from titan_rl.supervision.provisioner import Provisioner  # noqa: E402
 
 POLICY = TinyPolicyConfig(dim=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=768, max_length=256)
@@ -81,7 +81,7 @@ class Fleet:
     def __init__(self, config: RunConfig) -> None:
         self.config = config
         self.model_path = model_directory(config)
-        self.places: dict[str, MeshPlan] = {mesh.name: mesh for mesh in plan(config, detect_host()).meshes}
+        self.places = plan(config, detect_host()).meshes
         self.provisioner = Provisioner(log_directory="", imports=(), on_fault=lambda fault: self.on_fault(fault))
         self.on_fault: Callable[[ActorFailed], None] = lambda fault: print(fault, flush=True)
         """Told of every process that ends by itself, from any thread."""
