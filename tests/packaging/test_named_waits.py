@@ -81,6 +81,7 @@ EXCEPTIONS = {
     "hosts/elastic.py:_rejoin": "the pause before a lost host is tried again",
     "rpc/mesh_client.py:until_still": "a process that hangs tells nobody, nor does a host that is cut off",
     "actors/rollout_worker.py:_report": "the kernel tells nobody that shared memory was freed",
+    "isolation/pool.py:_start_fork": "the pause before a further process is tried: no host tells that it has room",
     "actors/generator.py:_report_and_exit": "a single wait before the exit, so that the cause reaches the callers",
     "rpc/requests.py:disconnect": "gives the event loop one tick, which sends the abort",
     "gateway/callers.py:idle": "waits for the rest of the idle time; only a new call repeats it",

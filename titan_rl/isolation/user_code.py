@@ -86,9 +86,9 @@ class UserCode:
         """Answer calls until the worker closes the connection, or one has used up the memory."""
         if self._setup.memory_mib:
             _bound_memory(self._setup.memory_mib << 20)
-        frames: Frames[Numbered] = Frames.of_orders()
+        frames: Frames[Numbered] = Frames(pickle.loads)
         while data := connection.recv(1 << 20):
-            calls = frames.feed(data)
+            calls = [*frames.feed(data)]
             if calls and calls[0][1].kind in self.info.asynchronous:
                 asyncio.run(self._serve_together(connection, frames, calls))
             for number, call in calls:
@@ -119,7 +119,7 @@ class UserCode:
                 task.add_done_callback(running.discard)
             if not (data := await reader.read(1 << 20)):
                 os._exit(0)  # a coroutine that ignores its cancellation would hold up an orderly exit
-            calls = frames.feed(data)
+            calls = [*frames.feed(data)]
 
     async def _answer_in_time(self, number: int, call: UserCall) -> CallResult:
         task = asyncio.ensure_future(self._answer(number, call))
