@@ -100,6 +100,12 @@ class _Open(NamedTuple):
     role: str
 
 
+class _Answer(NamedTuple):
+    prompt: Prompt
+    number: int
+    turn: Turn
+
+
 class Trajectory:
     """A rollout so far. Pickled, it is what was answered, and nothing more can be asked.
 
@@ -134,12 +140,9 @@ class Trajectory:
         self._equal_prompts: dict[str, int] = {}  # number of requests by the digest of the prompt
         self._sampled = 0
         self._open: dict[str, _Open] = {}
-        self._rendered_anew: set[Prompt] = set()  # prompts with an answer
-        self._last: Prompt | None = None
-        self._conversation: tuple[Message, ...] = ()  # of the last answered call
-        self._graded: Turn | None = None  # which ends that conversation
-        self._ends: list[tuple[Message, ...]] = []  # conversations that no later one extends
-        self._undigested: list[tuple[Prompt, Turn]] = []  # most conversations have one turn: digested for the next one
+        self._answers: list[_Answer] = []  # as they came
+        self._digested = 0  # of them; most conversations have one turn: digested for the next one
+        self._graded: Turn | None = None  # of a closed session, with which the graded conversation ends
         self._prompts: set[bytes] = set()  # digests of the messages of answered calls
         # by digest of the tools, and of the messages with the answer: the last one, and each as its client may know it
         self._prior: dict[tuple[bytes | str, ...], Turn] = {}
@@ -269,17 +272,11 @@ class Trajectory:
             message=message,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             seed=seed,
-            rendered_anew=prompt.rendered_anew and prompt not in self._rendered_anew,
+            rendered_anew=prompt.rendered_anew and all(prompt is not each.prompt for each in self._answers),
             role=role,
         )
         self.turns.append(turn)
-        self._rendered_anew.add(prompt)
-        if prompt.tools is not None:
-            self._undigested.append((prompt, turn))
-        conversation = (*prompt.messages, message)
-        self._ends = [*(each for each in self._ends if not extends(conversation, each)), conversation]
-        if prompt is not self._last or number == 0:  # programs continue with the first of several choices
-            self._last, self._conversation, self._graded = prompt, conversation, turn
+        self._answers.append(_Answer(prompt, number, turn))
         return turn
 
     def dropped(self, request_ids: Iterable[str]) -> None:
@@ -295,19 +292,30 @@ class Trajectory:
     def close(self) -> Trajectory:
         """End a session, to which nothing can be added after that; returns this trajectory."""
         self.over = True
-        self.messages = list(self._conversation)
-        self.side_conversations = [each for each in self._ends if each is not self._conversation]
+        ends: list[tuple[Message, ...]] = []  # conversations that no later one extends
+        last: Prompt | None = None
+        graded: tuple[Message, ...] = ()
+        for prompt, number, turn in self._answers:
+            conversation = (*prompt.messages, turn.message)
+            ends = [*(each for each in ends if not extends(conversation, each)), conversation]
+            if prompt is not last or number == 0:  # programs continue with the first of several choices
+                last, graded, self._graded = prompt, conversation, turn
+        self.messages = [*graded]
+        self.side_conversations = [each for each in ends if each is not graded]
         # Which of several open calls is answered first is chance, and must not decide how the rollout is trained. What
         # goes on with an answer has a longer prompt.
         self.turns.sort(key=lambda turn: (len(turn.prompt_token_ids), turn.seed))
         return self
 
     def _digest_turns(self) -> None:
-        while self._undigested:
-            prompt, turn = self._undigested.pop(0)
+        while self._digested < len(self._answers):
+            prompt, _, turn = self._answers[self._digested]
+            self._digested += 1
+            if prompt.tools is None:
+                continue
             digest = prompt.digest or _digests(prompt.messages)[-1]
             self._prompts.add(digest)
-            said = (_digest_of_tools(prompt.tools or ()), _digest(digest, _meaning(turn.message)))
+            said = (_digest_of_tools(prompt.tools), _digest(digest, _meaning(turn.message)))
             self._prior[said] = self._prior[*said, _known_as(turn.message)] = turn
 
     def _share(self, choices: int) -> int:
