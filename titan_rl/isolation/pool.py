@@ -109,7 +109,7 @@ class UserCodePool:
         self._dispatching: asyncio.Handle | None = None
         self._logged: set[str] = set()  # places whose traceback was logged
         self.restarts = 0
-        """How many processes died, or were killed because a call was late."""
+        """How many processes died, or were killed because a call was late; a report takes them along."""
 
     async def start(self) -> TaskInfo:
         """Make the environment; raises as `ForkServerClient.start`."""
