@@ -100,7 +100,6 @@ class UserCodePool:
         self._closed = "not started"
         self._asynchronous: frozenset[CallKind] = frozenset()
         self._numbers = itertools.count()
-        self._open: set[_Pending] = set()
         self._waiting: dict[bool, list[_Pending]] = {False: [], True: []}  # by whether they go to the concurrent fork
         self._forks: list[_Fork] = []
         self._forking: dict[bool, asyncio.Task[None]] = {}  # at most one of each kind at a time
@@ -126,7 +125,7 @@ class UserCodePool:
 
     @property
     def busy(self) -> bool:
-        return bool(self._open)
+        return any(self._waiting.values()) or any(fork.calls for fork in self._forks)
 
     async def call(self, call: UserCall) -> Any:
         """Run one call. `CallKind` describes its value. Raises TaskError: user code raised, took too long or ended its
@@ -139,13 +138,9 @@ class UserCodePool:
         except Exception as error:  # a rollouter's messages may hold objects that do not pickle
             raise TaskError(f"{call}: cannot be sent to its process: {error}") from error
         pending = _Pending(number, call, frame, asyncio.get_running_loop().create_future())
-        self._open.add(pending)
         self._waiting[call.kind in self._asynchronous].append(pending)
         self._dispatch_soon()
-        try:
-            return await pending.future
-        finally:
-            self._open.discard(pending)
+        return await pending.future
 
     async def run_program(
         self, purpose: Purpose, index: int, endpoint: Endpoint, started: asyncio.Event | None = None
@@ -181,7 +176,8 @@ class UserCodePool:
     async def close(self) -> None:
         """End all processes; calls still waiting fail."""
         self._closed = "closed"
-        self._fail(self._open, self._closed)
+        for calls in (*self._waiting.values(), *(fork.calls.values() for fork in self._forks)):
+            self._fail(calls, self._closed)
         if self._timer is not None:
             self._timer.cancel()
         tasks = list(self._forking.values())

@@ -24,7 +24,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,7 +133,6 @@ class Trajectory:
         self.over = False
         self.requested = 0
         """Number of requested turns."""
-        self._tree = TokenTree()
         self._renderer = renderer
         self._run_seed = run_seed
         self._max_model_len = max_model_len or UNBOUNDED
@@ -149,14 +148,12 @@ class Trajectory:
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("request", "turns", "messages", "side_conversations", "refused", "failure", "misread", "requested")
-        return {name: getattr(self, name) for name in (*names, "_graded")} | {"over": True, "_tree": TokenTree()}
+        return {name: getattr(self, name) for name in (*names, "_graded")} | {"over": True}
 
-    @property
+    @cached_property
     def tree(self) -> TokenTree:
-        """The tokens of all turns. Of a session it is read once that is closed."""
-        for turn in self.turns[self._tree.turns :]:
-            self._tree.add(turn)
-        return self._tree
+        """The tokens of all turns, to be read when the rollout is over."""
+        return TokenTree(self.turns)
 
     @property
     def graded_last(self) -> list[Turn]:
