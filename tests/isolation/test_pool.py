@@ -1,6 +1,7 @@
 """Which calls are answered, fail or go to another process, whatever processes do: driven step by step (2 s)."""
 
 import asyncio
+import pickle
 from contextlib import asynccontextmanager
 from math import inf
 from unittest.mock import patch
@@ -31,7 +32,7 @@ class PlayedProcess:
         return not self.ended.done()
 
     def send(self, frame):
-        self.calls += Frames.of_orders().feed(frame)
+        self.calls += Frames(pickle.loads).feed(frame)
 
     def kill(self):
         if self.alive:

@@ -11,13 +11,13 @@ from scripted_system import Script, World, settle
 from titan_rl.errors import WeightsError
 from titan_rl.loop.changes import Changes
 from titan_rl.loop.versions import FRESH_PUBLICATIONS, Publications
-from titan_rl.metrics.activity import Activities, Watchdog
+from titan_rl.metrics.activity import Activities
 from titan_rl.types import PolicyVersion
 from titan_rl.view.display import RunDisplay
 
 
-def publications(max_live: int, *sinks: Watchdog) -> tuple[Publications, ScriptedTrainer]:
-    trainer, changes = ScriptedTrainer(Script()), Changes(RunDisplay(steps=1, live=False), Activities(*sinks))
+def publications(max_live: int, activity: Activities | None = None) -> tuple[Publications, ScriptedTrainer]:
+    trainer, changes = ScriptedTrainer(Script()), Changes(RunDisplay(steps=1, live=False), activity or Activities())
     return Publications(trainer, changes, max_live=max_live), trainer  # type: ignore[arg-type]
 
 
@@ -53,13 +53,13 @@ def test_in_any_order_everything_is_freed_exactly_once_and_nothing_that_is_held(
 
 
 async def test_a_publication_waits_for_a_place_and_says_who_holds_them():
-    watchdog = Watchdog(seconds=0)
-    weights, trainer = publications(2, watchdog)
+    activity = Activities()
+    weights, trainer = publications(2, activity)
     first, second = await publish(weights, trainer, "evaluation"), await publish(weights, trainer)
     third = asyncio.create_task(weights.publish("served"))
     await settle()
     place = "a place for one more publication (weights.max_live is 2); held: v0 by evaluation; v1 by served"
-    assert f"publisher waits for {place} (0 s)" in watchdog.report()
+    assert f"publisher waits for {place} (0 s)" in activity.stuck(0)
     assert trainer.script.events.count("publish v2") == 0
     await weights.release(second, "served")  # the newest stays
     await settle()

@@ -15,8 +15,9 @@ from support.rollouts import runner as any_runner
 from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GeneratorFailed
 from titan_rl.isolation.wire import CallKind, UserCall
 from titan_rl.rollout.config import AgentsConfig
+from titan_rl.rollout.rollouter import OpenRollout
 from titan_rl.rollout.samples import Turn
-from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
+from titan_rl.rollout.trajectory import Prompt, RolloutRequest, Trajectory
 from titan_rl.types import Endpoint, FailureKind, FinishReason, Message, Purpose, StopReason
 
 ASKED, ANSWERED, ADDED, ENDED = [3, 12], [4, 1], [5, 12], [6, 1]
@@ -249,9 +250,16 @@ async def test_a_session_is_closed_also_when_nobody_waits_for_it_any_more(model_
     sessions = ScriptedSessions()
     sessions.may_close.clear()
     async with runner(model_path, sessions) as group_runner:
-        kept = []
-        session = RolloutRequest(session_id="s", group=request(), sample=0, max_turns=1, max_sampled_tokens=0)
-        playing = asyncio.ensure_future(group_runner.programs.run(session, kept.append))
+        prompt = Prompt(token_ids=np.zeros(0, np.int32))
+        begun = Trajectory(
+            RolloutRequest(session_id="s", group=request(), sample=0, max_turns=1, max_sampled_tokens=0),
+            group_runner.renderer,
+            run_seed=0,
+            max_model_len=0,
+        )
+        pool, info, programs = group_runner.pool, group_runner.info, group_runner.programs
+        rollout = OpenRollout(pool, info, begun, prompt=prompt, programs=programs)
+        playing = asyncio.ensure_future(rollout.run_program())
         await sessions.closing.wait()
         for _ in range(2):  # the second cancellation is not waited out
             playing.cancel()
@@ -261,7 +269,7 @@ async def test_a_session_is_closed_also_when_nobody_waits_for_it_any_more(model_
         assert sessions.closed == []
         asyncio.get_running_loop().call_soon(sessions.may_close.set)
         await group_runner.close()
-        assert sessions.closed == ["s"] and [len(each.turns) for each in kept] == [2]
+        assert sessions.closed == ["s"] and len(rollout.trajectory.turns) == 2
 
 
 async def test_an_engine_that_fails_a_call_fails_the_group(model_path):

@@ -52,7 +52,8 @@ def test_the_start_shows_what_takes_the_time() -> None:
 def test_the_panel_shows_what_is_going_on(width: int) -> None:
     clock = Clock()
     display = live(clock)
-    activity = Activities(display, clock=clock)
+    activity = Activities(clock=clock)
+    display.follow(activity.open)
     for name in ("trainer", "generator0", "generator1", "router"):
         display.mesh(name, "starting processes")
         display.mesh(name, "ready")
@@ -96,7 +97,9 @@ def test_a_generator_that_was_taken_away_is_not_shown_any_more() -> None:
 
 def test_a_panel_that_cannot_be_drawn_says_so_and_raises_nothing() -> None:
     display = live(Clock())
-    with Activities(display)("trainer", waits_for=lambda: str(1 / 0)):
+    activity = Activities()
+    display.follow(activity.open)
+    with activity("trainer", waits_for=lambda: str(1 / 0)):
         assert panel(display) == ["the panel cannot be drawn: ZeroDivisionError: division by zero"]
 
 

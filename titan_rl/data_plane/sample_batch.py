@@ -87,7 +87,7 @@ _encode = msgspec.msgpack.Encoder(enc_hook=methodcaller("item")).encode  # a scr
 
 def to_message(plain: Any) -> bytes:
     """Plain data for a message. Names and numbers that rows have in common are most of it, so it is deflated: a report
-    of 8 rollouts has 1.3 kB then, and 2.9 kB as a pickle."""
+    of 8 rollouts has 1.0 kB then, and 3.6 kB before."""
     return zlib.compress(_encode(plain), 1)
 
 

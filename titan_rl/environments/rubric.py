@@ -112,6 +112,11 @@ def is_asynchronous(function: Callable[..., object]) -> bool:
     )
 
 
+async def awaited(returned: Any) -> Any:
+    """What a plain or an `async def` function gives."""
+    return await returned if inspect.isawaitable(returned) else returned
+
+
 def run_plain(coroutine: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine that waits for nothing, without an event loop. Raises TaskError where it waits."""
     try:
@@ -163,8 +168,7 @@ class Rubric:
         trained: list[float] = []
         parts: dict[str, float] = {}
         for reward in self.rewards:
-            value = reward.function(example, transcript)
-            number, scores = reward.scores(await value if inspect.isawaitable(value) else value)
+            number, scores = reward.scores(await awaited(reward.function(example, transcript)))
             if twice := parts.keys() & scores.keys():
                 raise TaskError(f"{_described(reward)} returned a score of a name that is taken: {', '.join(twice)}")
             trained.append(number)
@@ -178,8 +182,7 @@ class Rubric:
         than one number up to `LARGEST_REWARD` per transcript."""
         columns: list[list[float]] = []
         for reward in self.group_rewards:
-            given = reward.function(example, transcripts)
-            values = await given if inspect.isawaitable(given) else given
+            values = await awaited(reward.function(example, transcripts))
             try:
                 column = [number_of(reward, number) for number in values]
             except TypeError:

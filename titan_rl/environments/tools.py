@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias, get_args, get_origin
 
-from titan_rl.environments.rubric import is_asynchronous
+from titan_rl.environments.rubric import awaited, is_asynchronous
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.types import ToolCall, ToolSpec
 
@@ -115,8 +115,7 @@ class Toolbox:
         except ValidationError as error:
             wrong = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ToolError(f"the arguments of {call.name} do not fit: {'; '.join(wrong)}") from None
-        result = asked.function(**arguments, **dict.fromkeys(asked.of_state, state))
-        answer = await result if inspect.isawaitable(result) else result
+        answer = await awaited(asked.function(**arguments, **dict.fromkeys(asked.of_state, state)))
         if not isinstance(answer, (str, int, float)):
             raise TaskError(f"tool {call.name} returned {type(answer).__name__}, expected a text or a number")
         return str(answer)

@@ -91,10 +91,10 @@ class ForkedProcess(asyncio.Protocol):
         self.transport = cast("asyncio.WriteTransport", transport)
 
     def data_received(self, data: bytes) -> None:
+        results: list[CallResult] = []
         try:
-            results = self._frames.feed(data)
-        except BadFrame as error:
-            results = list(error.before)  # of calls that did end: the next one is to blame
+            results.extend(self._frames.feed(data))
+        except BadFrame as error:  # the results in front of it are of calls that did end: the next one is to blame
             self._bad_frame = f"wrote what is no answer ({escaped(str(error))}) and "
             self.transport.abort()
         if results:
@@ -142,8 +142,7 @@ class ForkServerClient:
     def __init__(self, setup: EnvironmentSetup):
         self._setup = setup
         self._loop = asyncio.get_running_loop()
-        self._exited = asyncio.Event()
-        self._output_ended = asyncio.Event()
+        self._exited: asyncio.Future[None] = self._loop.create_future()
         self._process: subprocess.Popen[bytes] | None = None
         self._forks: set[ForkedProcess] = set()
         self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
@@ -156,7 +155,7 @@ class ForkServerClient:
 
     @property
     def gone(self) -> bool:
-        return self._process is None or self._exited.is_set() or self._socket.fileno() < 0
+        return self._process is None or self._exited.done() or self._socket.fileno() < 0
 
     async def start(self) -> TaskInfo:
         """Spawn the fork server and wait until it has made its environment. If that fails, the fork server is stopped.
@@ -221,19 +220,18 @@ class ForkServerClient:
         self._close()
         if not patient:
             self._kill()
-        if not await _happens(self._exited, STOP_SECONDS + REAP_SECONDS):
+        await asyncio.wait([self._exited], timeout=STOP_SECONDS + REAP_SECONDS)
+        if not self._exited.done():
             logger.error("the process %d of an environment was killed and does not end", self._process.pid)
         if self._forks:
             await asyncio.wait([fork.ended for fork in self._forks], timeout=STOP_SECONDS)
-        await _happens(self._output_ended, DRAIN_SECONDS)
+        await asyncio.wait([self._lines.ended], timeout=DRAIN_SECONDS)
         self._output.close()
 
     async def _spawn(self) -> None:
         output, child_output = os.pipe()
         # all awaits come before the process exists, so that a cancellation leaves no process
-        self._output, _ = await self._loop.connect_read_pipe(
-            lambda: LogLines(self._output_ended), os.fdopen(output, "rb")
-        )
+        self._output, self._lines = await self._loop.connect_read_pipe(LogLines, os.fdopen(output, "rb"))
         self._socket, theirs = socket.socketpair()
         self._socket.setblocking(False)
         try:
@@ -262,7 +260,7 @@ class ForkServerClient:
         else."""
         await self._loop.sock_sendall(self._socket, pickle.dumps((sys.path, self._setup)))
         frames: Frames[SetupResult] = Frames(read_setup_result, LARGEST_RESULT)
-        while not (results := frames.feed(data := await self._loop.sock_recv(self._socket, 1 << 16))):
+        while not (results := [*frames.feed(data := await self._loop.sock_recv(self._socket, 1 << 16))]):
             if not data:
                 raise ConnectionError("closed")
         answering.add(self._pidfd)
@@ -284,13 +282,13 @@ class ForkServerClient:
             fork.kill()
 
     def _kill_unless_started(self, fork: ForkedProcess) -> None:
-        if not self._exited.is_set() and not fork.started.is_set():
+        if not self._exited.done() and not fork.started.is_set():
             logger.error("the fork server %s of an environment makes no process and is killed", self.pid)
             self._kill()
 
     def _kill(self) -> None:
         """Kill the fork server and its process group, if it has not ended."""
-        if self._process is not None and not self._exited.is_set():
+        if self._process is not None and not self._exited.done():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -308,12 +306,5 @@ class ForkServerClient:
         # its id cannot be reused before it is reaped; this also kills what user code started in the fork server
         self._kill()
         self._process.wait()
-        self._exited.set()
+        self._exited.set_result(None)
         self._close()
-
-
-async def _happens(event: asyncio.Event, seconds: float) -> bool:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    return event.is_set()

@@ -54,7 +54,8 @@ SLACK_SECONDS = 5.0
 """Extra time for the process of `async def` functions. It enforces the time limit itself, and coroutines may be slow to
 react to their cancellation."""
 PAUSE_SECONDS = 10.0
-"""How long no further process is tried after one could not be made, as where there are too many on the host."""
+"""How long no further process of a kind is tried after one could not be made, as where there are too many on the
+host."""
 FORK_TRIES = 3
 """Of a process whose fork server dies while it is made: those who wait for it lose nothing."""
 LONGEST_TRACEBACK = 1 << 16
@@ -99,17 +100,15 @@ class UserCodePool:
         self._closed = "not started"
         self._asynchronous: frozenset[CallKind] = frozenset()
         self._numbers = itertools.count()
-        self._open: set[_Pending] = set()
         self._waiting: dict[bool, list[_Pending]] = {False: [], True: []}  # by whether they go to the concurrent fork
         self._forks: list[_Fork] = []
         self._forking: dict[bool, asyncio.Task[None]] = {}  # at most one of each kind at a time
         self._quick: set[CallKind] = set()  # kinds of which the last answers took `QUICK_SECONDS` at most
         self._timer: asyncio.TimerHandle | None = None  # for the next time limit
         self._dispatching: asyncio.Handle | None = None
-        self._pause: asyncio.TimerHandle | None = None  # until a further process is tried where there are others
         self._logged: set[str] = set()  # places whose traceback was logged
         self.restarts = 0
-        """How many processes died, or were killed because a call was late."""
+        """How many processes died, or were killed because a call was late; a report takes them along."""
 
     async def start(self) -> TaskInfo:
         """Make the environment; raises as `ForkServerClient.start`."""
@@ -126,7 +125,7 @@ class UserCodePool:
 
     @property
     def busy(self) -> bool:
-        return bool(self._open)
+        return any(self._waiting.values()) or any(fork.calls for fork in self._forks)
 
     async def call(self, call: UserCall) -> Any:
         """Run one call. `CallKind` describes its value. Raises TaskError: user code raised, took too long or ended its
@@ -139,13 +138,9 @@ class UserCodePool:
         except Exception as error:  # a rollouter's messages may hold objects that do not pickle
             raise TaskError(f"{call}: cannot be sent to its process: {error}") from error
         pending = _Pending(number, call, frame, asyncio.get_running_loop().create_future())
-        self._open.add(pending)
         self._waiting[call.kind in self._asynchronous].append(pending)
         self._dispatch_soon()
-        try:
-            return await pending.future
-        finally:
-            self._open.discard(pending)
+        return await pending.future
 
     async def run_program(
         self, purpose: Purpose, index: int, endpoint: Endpoint, started: asyncio.Event | None = None
@@ -181,10 +176,10 @@ class UserCodePool:
     async def close(self) -> None:
         """End all processes; calls still waiting fail."""
         self._closed = "closed"
-        self._fail(self._open, self._closed)
-        for timer in (self._timer, self._pause):
-            if timer is not None:
-                timer.cancel()
+        for calls in (*self._waiting.values(), *(fork.calls.values() for fork in self._forks)):
+            self._fail(calls, self._closed)
+        if self._timer is not None:
+            self._timer.cancel()
         tasks = list(self._forking.values())
         for task in tasks:
             task.cancel()
@@ -212,8 +207,7 @@ class UserCodePool:
                     self._send(fork, waiting[:share])
                     del waiting[:share]
             self._waiting[concurrent] = waiting
-            paused = bool(forks) and self._pause is not None
-            if waiting and len(forks) < most and not paused and concurrent not in self._forking:
+            if waiting and len(forks) < most and concurrent not in self._forking:
                 self._forking[concurrent] = asyncio.create_task(self._start_fork(concurrent))
 
     def _send(self, fork: _Fork, calls: list[_Pending]) -> None:
@@ -242,11 +236,16 @@ class UserCodePool:
             self._timer = asyncio.get_running_loop().call_at(until, self._kill_late)
 
     async def _start_fork(self, concurrent: bool) -> None:
-        """If there can be none, waiting calls are left to the other forks, and no further one is tried for a while;
-        without others the calls fail. To try again at once would end only when the host has room for a process, and
-        nobody knows when that is. Where the fork server has died the others end as well: there is no need to pause."""
+        """If there can be none, waiting calls are left to the other forks, and this goes on for a while so that no
+        further one is tried; without others the calls fail. To try again at once would end only when the host has room
+        for a process, and nobody knows when that is. Where the fork server has died the others end as well: there is no
+        need to pause."""
         try:
             process = await self._fork()
+            fork = _Fork(process, concurrent)
+            self._forks.append(fork)
+            process.on_results = partial(self._receive, fork)
+            process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
         except Exception as error:
             defect = not isinstance(error, (TitanError, OSError))
             text = "environment %s: no further process can be started: %s"
@@ -255,20 +254,11 @@ class UserCodePool:
             if not any(each.concurrent is concurrent for each in self._forks):
                 lost = ActorGone if gone else InfrastructureFailed
                 self._fail(self._waiting[concurrent], f"could not be run: {error}", lost)
-            elif self._pause is None and not gone:
-                self._pause = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._end_pause)
-            return
+            elif not gone:
+                await asyncio.sleep(PAUSE_SECONDS)
         finally:
             del self._forking[concurrent]
-        fork = _Fork(process, concurrent)
-        self._forks.append(fork)
-        process.on_results = partial(self._receive, fork)
-        process.ended.add_done_callback(lambda ended: self._fork_ended(fork, ended.result()))
-        self._dispatch_soon()
-
-    def _end_pause(self) -> None:
-        self._pause = None
-        self._dispatch_soon()
+            self._dispatch_soon()
 
     async def _fork(self) -> ForkedProcess:
         for left in reversed(range(FORK_TRIES)):

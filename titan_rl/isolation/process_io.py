@@ -63,11 +63,11 @@ def _needed(name: str) -> bool:
 
 
 class LogLines(asyncio.Protocol):
-    """The reading end of a pipe that processes print to. `ended`: is set when nobody has the other end open any
+    """The reading end of a pipe that processes print to. `ended`: is done when nobody has the other end open any
     more."""
 
-    def __init__(self, ended: asyncio.Event):
-        self._ended = ended
+    def __init__(self) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._rest = b""
         self._since = 0.0
         self._logged = self._dropped = 0  # bytes since then
@@ -100,4 +100,4 @@ class LogLines(asyncio.Protocol):
         self._log_dropped()
         if self._rest:
             self._log(self._rest)
-        self._ended.set()
+        self.ended.set_result(None)

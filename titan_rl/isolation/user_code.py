@@ -25,7 +25,7 @@ import msgspec
 
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import Demonstration, Environment, EnvironmentReply, right_answer
-from titan_rl.environments.rubric import Rubric, Transcript, is_asynchronous, number_of, run_plain
+from titan_rl.environments.rubric import Rubric, Transcript, awaited, is_asynchronous, number_of, run_plain
 from titan_rl.environments.tools import Toolbox, ToolError
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import describe, import_name, import_user_module
@@ -86,9 +86,9 @@ class UserCode:
         """Answer calls until the worker closes the connection, or one has used up the memory."""
         if self._setup.memory_mib:
             _bound_memory(self._setup.memory_mib << 20)
-        frames: Frames[Numbered] = Frames.of_orders()
+        frames: Frames[Numbered] = Frames(pickle.loads)
         while data := connection.recv(1 << 20):
-            calls = frames.feed(data)
+            calls = [*frames.feed(data)]
             if calls and calls[0][1].kind in self.info.asynchronous:
                 asyncio.run(self._serve_together(connection, frames, calls))
             for number, call in calls:
@@ -119,7 +119,7 @@ class UserCode:
                 task.add_done_callback(running.discard)
             if not (data := await reader.read(1 << 20)):
                 os._exit(0)  # a coroutine that ignores its cancellation would hold up an orderly exit
-            calls = frames.feed(data)
+            calls = [*frames.feed(data)]
 
     async def _answer_in_time(self, number: int, call: UserCall) -> CallResult:
         task = asyncio.ensure_future(self._answer(number, call))
@@ -167,7 +167,7 @@ class UserCode:
         if call.kind is CallKind.PLAY:
             assert call.endpoint is not None
             state = self._environment.play(example, call.endpoint)
-            return _pickled(asyncio.run(_awaited(state)) if inspect.isawaitable(state) else state, "play")
+            return _pickled(asyncio.run(awaited(state)) if inspect.isawaitable(state) else state, "play")
         if call.kind is CallKind.SCORE_GROUP:
             group = [self._transcript(each, example) for each in call.group]
             scores = await self._rubric.score_group_async(example, group)
@@ -176,12 +176,9 @@ class UserCode:
         if call.kind is CallKind.SCORE:
             return tuple(await self._rubric.score_async(example, transcript))
         if call.kind is CallKind.CLEAN_UP:
-            done = self._environment.clean_up(example, transcript)
-            if inspect.isawaitable(done):
-                await done
+            await awaited(self._environment.clean_up(example, transcript))
             return None
-        reply = self._environment.respond(example, transcript)
-        return _reply(await reply if inspect.isawaitable(reply) else reply)
+        return _reply(await awaited(self._environment.respond(example, transcript)))
 
     def _transcript(self, conversation: Transcript, example: Example) -> Transcript:
         state = conversation.state
@@ -197,10 +194,6 @@ class UserCode:
             if not isinstance(answer, str):
                 raise TaskError(f"tool_error returned {type(answer).__name__}, expected str") from None
         return Message("tool", answer, tool_call_id=call.id)
-
-
-async def _awaited(value):
-    return await value
 
 
 def _packed(value: object) -> msgspec.Raw:

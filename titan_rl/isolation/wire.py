@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
@@ -53,15 +53,12 @@ def _framed(body: bytes) -> bytes:
 class BadFrame(Exception):
     """A process of user code wrote something else than the messages that it may send."""
 
-    before: Sequence[Any] = ()
-    """Whole messages that `Frames.feed` read in front of it."""
-
 
 class Frames(Generic[T]):
     """Bytes in, whole messages out.
 
     Args:
-        read: makes a message of a frame's body.
+        read: makes a message of a frame's body; `pickle.loads` only of what the worker wrote.
         longest: bytes of a body.
     """
 
@@ -69,32 +66,21 @@ class Frames(Generic[T]):
         self._read, self._longest = read, longest
         self._received = bytearray()
 
-    @staticmethod
-    def of_orders() -> Frames[Any]:
-        """Frames of the worker. Nobody else may have written them."""
-        return Frames(pickle.loads)
-
-    def feed(self, data: bytes) -> list[T]:
-        """The messages that `data` completes. Raises BadFrame, which has those in front of the bad one; what comes
-        after it is no message either."""
+    def feed(self, data: bytes) -> Iterator[T]:
+        """The messages that `data` completes. Raises BadFrame in the place of a bad one; what comes after it is no
+        message either."""
         self._received += data
-        messages: list[T] = []
         start = 0
-        try:
-            while len(self._received) - start >= _LENGTH.size:
-                (length,) = _LENGTH.unpack_from(self._received, start)
-                if length > self._longest:
-                    raise BadFrame(f"a frame of {length} bytes; the bound is {self._longest:g}")
-                end = start + _LENGTH.size + length
-                if len(self._received) < end:
-                    break
-                messages.append(self._read(bytes(self._received[start + _LENGTH.size : end])))
-                start = end
-        except BadFrame as error:
-            error.before = messages
-            raise
+        while len(self._received) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, start)
+            if length > self._longest:
+                raise BadFrame(f"a frame of {length} bytes; the bound is {self._longest:g}")
+            end = start + _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            yield self._read(bytes(self._received[start + _LENGTH.size : end]))
+            start = end
         del self._received[:start]
-        return messages
 
 
 def reader(kind: Any) -> Callable[[bytes], Any]:

@@ -6,7 +6,6 @@ The encoded form is MessagePack (JSON has no NaN) without names of classes: code
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,6 @@ import msgspec
 from titan_rl.config import RunConfig
 from titan_rl.errors import CheckpointError
 from titan_rl.loop.records import RunSummary
-from titan_rl.loop.stages import Evaluation
 from titan_rl.metrics.json_lines import json_object
 from titan_rl.metrics.rollout_record import Failed
 from titan_rl.rollout.report import GroupReport
@@ -59,14 +57,13 @@ class Ledger:
     """Only in a checkpoint: lengths of `metrics.jsonl` and `rollouts.jsonl`."""
 
     def encode(self) -> bytes:
-        summary = {each.name: getattr(self.summary, each.name) for each in dataclasses.fields(self.summary)}
         state = {
             "buffer": self.buffer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "streak": self.streak,
             "grown": self.grown,
-            "summary": {**summary, "failed": [*map(GroupReport.to_plain, self.summary.failed)]},
-            "reports": [*map(GroupReport.to_plain, self.reports.values())],
+            "summary": self.summary,
+            "reports": [*self.reports.values()],
             "lessons": self.outcomes,
             "older": [[version, sorted(holders)] for version, holders in self.older.items()],
             "metrics_bytes": self.metrics_bytes,
@@ -76,26 +73,16 @@ class Ledger:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Ledger:
-        """Raises where something is missing, unknown or of another type."""
+        """Raises where something is missing or of another type."""
         state = msgspec.msgpack.decode(encoded)
-        summary = state["summary"]
-        reports = [*map(GroupReport.from_plain, state["reports"])]
+        reports = msgspec.convert(state["reports"], list[GroupReport])
         return cls(
             buffer=(buffer := GroupBuffer.from_state_dict(state["buffer"])),
             schedule=Schedule.from_state_dict(state["schedule"], buffer),
             streak=msgspec.convert(state["streak"], UntrainableStreak),
-            summary=RunSummary(
-                **{
-                    **summary,
-                    "evaluations": msgspec.convert(summary["evaluations"], list[Evaluation]),
-                    "ages": Counter({int(age): count for age, count in summary["ages"].items()}),
-                    "failed": [*map(GroupReport.from_plain, summary["failed"])],
-                }
-            ),
+            summary=msgspec.convert(state["summary"], RunSummary, dec_hook=lambda kind, ages: Counter(ages)),
             reports={report.group_id: report for report in reports},
-            outcomes={
-                int(group_id): msgspec.convert(each, GroupOutcome) for group_id, each in state["lessons"].items()
-            },
+            outcomes=msgspec.convert(state["lessons"], dict[int, GroupOutcome]),
             grown=state.get("grown", []),
             older={PolicyVersion(*version): {*holders} for version, holders in state["older"]},
             metrics_bytes=state["metrics_bytes"],

@@ -35,7 +35,7 @@ from titan_rl.loop.records import RunSummary, StepRecords
 from titan_rl.loop.stages import evaluate, make_filter, warm_up
 from titan_rl.loop.system import System
 from titan_rl.loop.versions import EVALUATED, SERVED, Publications, ServedVersions
-from titan_rl.metrics.activity import Activities, Watchdog
+from titan_rl.metrics.activity import Activities
 from titan_rl.metrics.rollout_record import Failed
 from titan_rl.metrics.timeline import timeline
 from titan_rl.metrics.writer import MetricsWriter
@@ -76,12 +76,12 @@ class TrainingLoop:
         self._reports, self._outcomes = ledger.reports, ledger.outcomes
         self._newest: deque[Failed | None] = deque(maxlen=NEWEST)  # rollouts of decided groups
         self._filter = make_filter(config.loop.filter)
-        self._watchdog = Watchdog(seconds=config.loop.watchdog_seconds, clock=clock)
         self._recorder = recorder or Recorder(system.rollouts)
         self.records = StepRecords(
             ledger.summary, self._buffer.limits, self._recorder, display=display, metrics=metrics, clock=clock
         )
-        self._activity = Activities(display, self.records.phases, self._watchdog, timeline, clock=clock)
+        self._activity = Activities(self.records.phases, timeline, clock=clock)
+        display.follow(self._activity.open)
         changes = self._changes = Changes(display, self._activity)
         self._publications = Publications(system.trainer, changes, max_live=config.weights_settings().max_live)
         self._versions = ServedVersions(self._buffer, self._publications, system.router, changes)
@@ -104,7 +104,7 @@ class TrainingLoop:
         system.rollouts.on_lost, system.trainer.on_state_lost = self._lost.store_lost, self._changes.notify
         self._display.print_line(self._buffer.limits.describe())
         seconds, warn = system.config.loop.watchdog_seconds, self._changes.warn
-        watchdog = asyncio.create_task(self._watchdog.report_every(seconds, lambda report: warn(f"watchdog: {report}")))
+        watchdog = asyncio.create_task(self._activity.watch(seconds, lambda found: warn(f"watchdog: {found}")))
         failures: tuple[BaseException, ...] = ()
         try:
             if self._restore_from is None:

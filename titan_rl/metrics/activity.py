@@ -5,7 +5,7 @@
     with activity("trainer", waits_for=buffer.waits_for):        # only watched: waiting is no progress
         ...
 
-The controller's feed its display too; `activity` below feeds the timeline of any process.
+`activity` below feeds the timeline of any process; the controller's spans also feed its numbers, display and watchdog.
 
 A span has a name, which is the phase of `seconds/…` in the metrics, and ids, which tell spans of one name apart. Spans
 overlap freely.
@@ -33,17 +33,52 @@ class Activities:
     def __init__(self, *sinks: Sink, clock: Callable[[], float] = time.monotonic) -> None:
         self._sinks = sinks
         self._clock = clock
+        self._moved = clock()  # when work last began or ended
+        self.open: dict[Span, None] = {}
+        """Spans in the order in which they began."""
 
     @contextmanager
     def __call__(self, name: str, *, waits_for: Callable[[], str] | None = None, **ids: object) -> Iterator[None]:
         span = Span(name, ids, self._clock(), waits_for)
-        for sink in self._sinks:
-            sink.on_span(span, True)
+        self.open[span] = None
+        self._tell(span, True)
         try:
             yield
         finally:
-            for sink in self._sinks:
-                sink.on_span(span, False)
+            del self.open[span]
+            self._tell(span, False)
+
+    def _tell(self, span: Span, begins: bool) -> None:
+        if span.waits_for is None:
+            self._moved = self._clock()
+        for sink in self._sinks:
+            sink.on_span(span, begins)
+
+    def stuck(self, seconds: float) -> str:
+        """What the run is stuck in, if no work has begun or ended for `seconds`; else empty. Names the oldest open
+        work: that is what the others wait for. If there is none, every task waits for another one."""
+        now = self._clock()
+        still = now - self._moved
+        if still < seconds:
+            return ""
+        longest = next((span for span in self.open if span.waits_for is None), None)
+        if longest is None:
+            said = ["every task waits for another one"]
+        else:
+            said = [f"{longest.name} has been at it for {now - longest.began:.0f} s: {longest}"]
+        said += [
+            f"{span.name} waits for {span.waits_for()} ({now - span.began:.0f} s)"
+            for span in self.open
+            if span.waits_for is not None
+        ]
+        return f"nothing has moved for {still:.0f} s. {'; '.join(said)}"
+
+    async def watch(self, seconds: float, on_stuck: Callable[[str], None]) -> None:
+        """The watchdog: looks every `seconds`, until it is cancelled. `on_stuck`: called with what it finds."""
+        while True:
+            await asyncio.sleep(seconds)
+            if found := self.stuck(seconds):
+                on_stuck(found)
 
 
 activity = Activities(timeline)
@@ -76,50 +111,3 @@ class PhaseSeconds:
         if self._open[phase]:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since[phase]
         self._since[phase] = now
-
-
-class Watchdog:
-    """A sink that reports when no work has begun or ended for some time.
-
-    The report names the oldest open work: that is what the others wait for. If there is none, every task waits for
-    another one, and the report says so. `seconds`: without progress, before there is a report.
-    """
-
-    def __init__(self, *, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._seconds = seconds
-        self._clock = clock
-        self._open: dict[Span, None] = {}
-        self._moved = clock()
-
-    def on_span(self, span: Span, begins: bool) -> None:
-        if begins:
-            self._open[span] = None
-        else:
-            del self._open[span]
-        if span.waits_for is None:
-            self._moved = self._clock()
-
-    def report(self) -> str:
-        """What the run is stuck in; empty if work began or ended within the time."""
-        now = self._clock()
-        still = now - self._moved
-        if still < self._seconds:
-            return ""
-        longest = next((span for span in self._open if span.waits_for is None), None)
-        if longest is None:
-            said = ["every task waits for another one"]
-        else:
-            said = [f"{longest.name} has been at it for {now - longest.began:.0f} s: {longest}"]
-        said += [
-            f"{span.name} waits for {span.waits_for()} ({now - span.began:.0f} s)"
-            for span in self._open
-            if span.waits_for is not None
-        ]
-        return f"nothing has moved for {still:.0f} s. {'; '.join(said)}"
-
-    async def report_every(self, seconds: float, on_report: Callable[[str], None]) -> None:
-        """Look every `seconds`, until it is cancelled. `on_report`: called with every report that is not empty."""
-        while True:
-            await asyncio.sleep(seconds)
-            if report := self.report():
-                on_report(report)

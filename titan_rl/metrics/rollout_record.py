@@ -36,12 +36,6 @@ GROUP = "group"
 
 _log = logging.getLogger(__name__)
 
-NUMBERS = (
-    *("sample", "reward", "reward_parts", "error", "failure", "stop_reason", "truncated"),
-    *("turn_count", "sampled_tokens", "metrics", "branch_count", "rendered_anew"),
-)
-"""What a report says of one rollout of its group, in the order in which it travels and a checkpoint keeps it."""
-
 Failed = tuple[FailureKind, str]
 """What failed a rollout, and the first line of its error without the prompt's number: equal for equal causes."""
 

@@ -68,7 +68,6 @@ class GroupRunner:
         """What the environment says about itself; there after `start`, as the next two."""
         self.renderer: Renderer
         self._rollouter: Rollouter
-        self._restarts_reported = 0
         self._cleaning: set[asyncio.Future[list[Any]]] = set()
         self._advantages = import_name(config.rollout.advantage.name, short_names("advantages"))
 
@@ -100,7 +99,7 @@ class GroupRunner:
         if info.plays and programs:
             if sessions is None:
                 raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
-            self.programs = Programs(self.pool, sessions, idle_seconds=self.setup.program_seconds)
+            self.programs = Programs(sessions, self.setup.program_seconds)
             self._free = asyncio.Semaphore(self._rollout.agents.at_once)
         self.info = info
         return info
@@ -110,8 +109,8 @@ class GroupRunner:
         if self._cleaning:
             await asyncio.wait(self._cleaning, timeout=CLEAN_UP_SECONDS)
         await self.pool.close()
-        if self.programs is not None:
-            await self.programs.close()
+        if self.programs is not None and self.programs.sessions:  # their programs have ended
+            await asyncio.wait(self.programs.sessions)
 
     async def run_group(self, request: GroupRequest, generate: Generate) -> GroupResult:
         """Play all rollouts of a group. If the group's purpose is to demonstrate, make its demonstrations instead.
@@ -286,12 +285,11 @@ class GroupRunner:
                 await self._give_credit(graded)
             trained = [(rollout.sample, rollout.reward, trajectory.tree) for rollout, trajectory in graded]
             samples = training_samples(request.group_id, trained, rollouts=request.samples)
-        restarts = self.pool.restarts
-        reported, self._restarts_reported = self._restarts_reported, restarts
+        restarts, self.pool.restarts = self.pool.restarts, 0
         return GroupResult(
             rollouts=tuple(map(with_numbers, rollouts, trajectories)) if opened else rollouts,
             trajectories=trajectories,
             samples=samples,
             example=example,
-            restarts=restarts - reported,
+            restarts=restarts,
         )

@@ -12,8 +12,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from operator import attrgetter
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,7 +31,7 @@ from titan_rl.errors import (
     ToolFailed,
 )
 from titan_rl.isolation.wire import ExamplePrompt
-from titan_rl.metrics.rollout_record import NUMBERS, BranchRecord, Failed, PlainMessage, RolloutRecord, TurnRecord
+from titan_rl.metrics.rollout_record import BranchRecord, Failed, PlainMessage, RolloutRecord, TurnRecord
 from titan_rl.one_line import sendable
 from titan_rl.policy.token_score_recorder import SampleName, TokenScores
 from titan_rl.rollout.samples import training_samples
@@ -121,22 +120,8 @@ class GroupReport:
     restarts: int = 0
     """Processes of user code that died in the worker since its last report."""
 
-    def to_plain(self) -> dict[str, Any]:
-        """As plain data, for messages and checkpoints."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        return plain | {"rollouts": [*map(_numbers, self.rollouts)], "samples": self.samples.refs}
-
-    @staticmethod
-    def from_plain(plain: dict[str, Any]) -> GroupReport:
-        """Raises where something is missing, unknown or of another type."""
-        group = {"purpose": plain["purpose"], "group": plain["group_id"], "attempt": plain["attempt"]}
-        rows = [group | dict(zip(NUMBERS, numbers, strict=True)) for numbers in plain["rollouts"]]
-        refs = msgspec.convert(plain["samples"], tuple[SampleRef, ...])
-        rest = {"purpose": Purpose(plain["purpose"]), "samples": SampleBatch(refs)}
-        return GroupReport(**plain | rest | {"rollouts": msgspec.convert(rows, tuple[RolloutRecord, ...])})
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_message, (to_message(self.to_plain()),)
+        return _from_message, (to_message(self),)
 
     @property
     def oldest_version(self) -> int | None:
@@ -168,11 +153,11 @@ class GroupReport:
         return len(self.rewards) == 1 and all(r.exact_match >= 1.0 and not r.error for r in self.rollouts)
 
 
-_numbers = attrgetter(*NUMBERS)
+_decode = msgspec.msgpack.Decoder(GroupReport).decode
 
 
 def _from_message(content: bytes) -> GroupReport:
-    return GroupReport.from_plain(msgspec.msgpack.decode(zlib.decompress(content)))
+    return _decode(zlib.decompress(content))
 
 
 def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleRef]) -> GroupReport:

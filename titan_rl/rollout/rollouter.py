@@ -18,6 +18,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from titan_rl.chat.renderer import Renderer
@@ -189,22 +190,66 @@ class OpenRollout:
         return self.trajectory.messages
 
     async def run_program(self) -> StopReason:
-        """Let the environment's program play; raises as `Programs.run`. Its trajectory takes the place of the one here
-        when it ends, however it ends. The state that it returns is kept."""
-        if self._programs is None:
+        """Let the environment's program play, in a session of the gateway. The session's trajectory takes the place of
+        the one here when it is closed, however it ends; the state that the program returns is kept.
+
+        A cancellation ends the program; this returns once the session is closed. Raises as `UserCodePool.run_program`
+        and the gateway do; TaskTimeout: the program was idle for too long; InfrastructureFailed: the gateway could not
+        read an answer; GeneratorFailed: an engine failed a call.
+        """
+        if (programs := self._programs) is None:
             raise TaskError("this environment's rollouts are not played by programs")
-
-        def take(trajectory: Trajectory) -> None:
-            turns, trajectory.turns = trajectory.turns, []
-            if not turns:
-                trajectory.messages = self.messages
-            self.trajectory = trajectory
-            for turn in turns:
-                check(turn.completion)
-                trajectory.turns.append(turn)
-
-        self._state = await self._programs.run(self.trajectory.request, take)
+        request, given_up = self.trajectory.request, asyncio.get_running_loop().create_future()
+        session = asyncio.create_task(self._session(request, programs, given_up), name=f"session {request.session_id}")
+        programs.sessions.add(session)
+        session.add_done_callback(programs.sessions.discard)
+        try:
+            self._state = await asyncio.shield(session)
+        except asyncio.CancelledError:
+            given_up.cancel()
+            session.add_done_callback(_log_failure)  # nobody else will
+            await asyncio.wait([session])
+            raise
         return self.trajectory.refused or StopReason.DONE
+
+    async def _session(
+        self, request: RolloutRequest, programs: Programs, given_up: asyncio.Future[None]
+    ) -> bytes | None:
+        """The program's pickled state. This task is never cancelled: that could lose the trajectory."""
+        endpoint = await programs.gateway.open(request)
+        started = asyncio.Event()
+        group = request.group
+        program = asyncio.ensure_future(self._pool.run_program(group.purpose, group.group_id, endpoint, started))
+        idle = asyncio.ensure_future(programs.idle(request.session_id, started))
+        ends = (program, idle, given_up)
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if program.done():
+                return program.result()
+            if idle.done():
+                idle.result()
+                seconds = f"{programs.idle_seconds:g} s (environment.program_seconds)"
+                raise TaskTimeout(f"its program neither asked nor returned for {seconds} and was ended")
+            return None
+        finally:
+            for each in ends:
+                each.cancel()
+            await asyncio.gather(*ends, return_exceptions=True)
+            self._take(trajectory := await programs.gateway.close(request.session_id))
+            if trajectory.failure:
+                raise GeneratorFailed(f"{group} sample {request.sample}: {trajectory.failure}")
+            if trajectory.misread:  # whatever the program made of it
+                raise InfrastructureFailed(f"the gateway could not read an answer, a bug: {trajectory.misread}")
+
+    def _take(self, trajectory: Trajectory) -> None:
+        """Go on with a session's trajectory, up to the first turn that could not be trained."""
+        turns, trajectory.turns = trajectory.turns, []
+        if not turns:
+            trajectory.messages = self.messages
+        self.trajectory = trajectory
+        for turn in turns:
+            check(turn.completion)
+            trajectory.turns.append(turn)
 
     async def respond(self) -> EnvironmentReply:
         """The environment's answer to the conversation so far, whose messages the caller adds. Keeps the reward and the
@@ -298,74 +343,20 @@ class RolloutGateway(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Programs:
-    """Runs the programs of one worker's rollouts."""
+    """What the rollouts of a worker need that programs play."""
 
-    def __init__(self, pool: UserCodePool, gateway: RolloutGateway, *, idle_seconds: float):
-        self._pool = pool
-        self._gateway = gateway
-        self._idle_seconds = idle_seconds
-        self._sessions: set[asyncio.Task[bytes | None]] = set()
+    gateway: RolloutGateway
+    idle_seconds: float
+    sessions: set[asyncio.Task[bytes | None]] = field(default_factory=set)
+    """That are not closed."""
 
-    async def close(self) -> None:
-        """Wait until all sessions are closed. The programs have already been ended."""
-        if self._sessions:
-            await asyncio.wait(self._sessions)
-
-    async def run(self, request: RolloutRequest, on_closed: Callable[[Trajectory], None]) -> bytes | None:
-        """Run the environment's `play` for the request's prompt in its own session.
-
-        A cancellation ends the program; this returns once the session is closed. `on_closed`: called once with the
-        session's trajectory, unless the session could not be opened or closed. Returns the program's pickled state.
-        Raises as `UserCodePool.run_program` and the gateway do; TaskTimeout: the program was idle for too long;
-        InfrastructureFailed: the gateway could not read an answer; GeneratorFailed: an engine failed a call.
-        """
-        given_up = asyncio.Event()
-        session = asyncio.create_task(self._session(request, on_closed, given_up), name=f"session {request.session_id}")
-        self._sessions.add(session)
-        session.add_done_callback(self._sessions.discard)
-        try:
-            return await asyncio.shield(session)
-        except asyncio.CancelledError:
-            given_up.set()
-            session.add_done_callback(_log_failure)  # nobody else will
-            await asyncio.wait([session])
-            raise
-
-    async def _session(
-        self, request: RolloutRequest, on_closed: Callable[[Trajectory], None], given_up: asyncio.Event
-    ) -> bytes | None:
-        """This task is never cancelled: that could lose the trajectory."""
-        endpoint = await self._gateway.open(request)
-        started = asyncio.Event()
-        group = request.group
-        program = asyncio.ensure_future(self._pool.run_program(group.purpose, group.group_id, endpoint, started))
-        idle = asyncio.ensure_future(self._idle(request.session_id, started))
-        left = asyncio.ensure_future(given_up.wait())
-        try:
-            await asyncio.wait((program, idle, left), return_when=asyncio.FIRST_COMPLETED)
-            if program.done():
-                return program.result()
-            if idle.done():
-                idle.result()
-                seconds = f"{self._idle_seconds:g} s (environment.program_seconds)"
-                raise TaskTimeout(f"its program neither asked nor returned for {seconds} and was ended")
-            return None
-        finally:
-            for each in (program, idle, left):
-                each.cancel()
-            await asyncio.gather(program, idle, left, return_exceptions=True)
-            on_closed(trajectory := await self._gateway.close(request.session_id))
-            if trajectory.failure:
-                raise GeneratorFailed(f"{group} sample {request.sample}: {trajectory.failure}")
-            if trajectory.misread:  # whatever the program made of it
-                raise InfrastructureFailed(f"the gateway could not read an answer, a bug: {trajectory.misread}")
-
-    async def _idle(self, session_id: str, started: asyncio.Event) -> None:
+    async def idle(self, session_id: str, started: asyncio.Event) -> None:
         """Returns when the program was idle for too long, not counting the wait for its process."""
         opened = time.monotonic()
         await started.wait()
-        await self._gateway.idle(session_id, self._idle_seconds + time.monotonic() - opened)
+        await self.gateway.idle(session_id, self.idle_seconds + time.monotonic() - opened)
 
 
 def _log_failure(session: asyncio.Task[bytes | None]) -> None:

@@ -100,16 +100,16 @@ class _Node:
 class TokenTree:
     """Add turns with `add`, read samples with `training_samples`."""
 
-    def __init__(self) -> None:
+    def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._root = _Node(None, np.zeros(0, np.int32), None)
-        self.turns = 0
         self.leaves = 0
         """How many branches there are."""
+        for turn in turns:
+            self.add(turn)
 
     def add(self, turn: Turn) -> None:
         """Add one turn, whose prompt is not empty and whose completion passes `check`."""
         prompt = turn.prompt_token_ids
-        self.turns += 1
         node, known = self._longest_known(prompt) if self._root.children else (self._root, 0)
         self.leaves += node is self._root or bool(node.children)
         if known < len(prompt):

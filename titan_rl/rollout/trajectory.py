@@ -24,7 +24,7 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,6 +100,12 @@ class _Open(NamedTuple):
     role: str
 
 
+class _Answer(NamedTuple):
+    prompt: Prompt
+    number: int
+    turn: Turn
+
+
 class Trajectory:
     """A rollout so far. Pickled, it is what was answered, and nothing more can be asked.
 
@@ -127,33 +133,27 @@ class Trajectory:
         self.over = False
         self.requested = 0
         """Number of requested turns."""
-        self._tree = TokenTree()
         self._renderer = renderer
         self._run_seed = run_seed
         self._max_model_len = max_model_len or UNBOUNDED
         self._equal_prompts: dict[str, int] = {}  # number of requests by the digest of the prompt
         self._sampled = 0
         self._open: dict[str, _Open] = {}
-        self._rendered_anew: set[Prompt] = set()  # prompts with an answer
-        self._last: Prompt | None = None
-        self._conversation: tuple[Message, ...] = ()  # of the last answered call
-        self._graded: Turn | None = None  # which ends that conversation
-        self._ends: list[tuple[Message, ...]] = []  # conversations that no later one extends
-        self._undigested: list[tuple[Prompt, Turn]] = []  # most conversations have one turn: digested for the next one
+        self._answers: list[_Answer] = []  # as they came
+        self._digested = 0  # of them; most conversations have one turn: digested for the next one
+        self._graded: Turn | None = None  # of a closed session, with which the graded conversation ends
         self._prompts: set[bytes] = set()  # digests of the messages of answered calls
         # by digest of the tools, and of the messages with the answer: the last one, and each as its client may know it
         self._prior: dict[tuple[bytes | str, ...], Turn] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("request", "turns", "messages", "side_conversations", "refused", "failure", "misread", "requested")
-        return {name: getattr(self, name) for name in (*names, "_graded")} | {"over": True, "_tree": TokenTree()}
+        return {name: getattr(self, name) for name in (*names, "_graded")} | {"over": True}
 
-    @property
+    @cached_property
     def tree(self) -> TokenTree:
-        """The tokens of all turns. Of a session it is read once that is closed."""
-        for turn in self.turns[self._tree.turns :]:
-            self._tree.add(turn)
-        return self._tree
+        """The tokens of all turns, to be read when the rollout is over."""
+        return TokenTree(self.turns)
 
     @property
     def graded_last(self) -> list[Turn]:
@@ -269,17 +269,11 @@ class Trajectory:
             message=message,
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
             seed=seed,
-            rendered_anew=prompt.rendered_anew and prompt not in self._rendered_anew,
+            rendered_anew=prompt.rendered_anew and all(prompt is not each.prompt for each in self._answers),
             role=role,
         )
         self.turns.append(turn)
-        self._rendered_anew.add(prompt)
-        if prompt.tools is not None:
-            self._undigested.append((prompt, turn))
-        conversation = (*prompt.messages, message)
-        self._ends = [*(each for each in self._ends if not extends(conversation, each)), conversation]
-        if prompt is not self._last or number == 0:  # programs continue with the first of several choices
-            self._last, self._conversation, self._graded = prompt, conversation, turn
+        self._answers.append(_Answer(prompt, number, turn))
         return turn
 
     def dropped(self, request_ids: Iterable[str]) -> None:
@@ -295,19 +289,30 @@ class Trajectory:
     def close(self) -> Trajectory:
         """End a session, to which nothing can be added after that; returns this trajectory."""
         self.over = True
-        self.messages = list(self._conversation)
-        self.side_conversations = [each for each in self._ends if each is not self._conversation]
+        ends: list[tuple[Message, ...]] = []  # conversations that no later one extends
+        last: Prompt | None = None
+        graded: tuple[Message, ...] = ()
+        for prompt, number, turn in self._answers:
+            conversation = (*prompt.messages, turn.message)
+            ends = [*(each for each in ends if not extends(conversation, each)), conversation]
+            if prompt is not last or number == 0:  # programs continue with the first of several choices
+                last, graded, self._graded = prompt, conversation, turn
+        self.messages = [*graded]
+        self.side_conversations = [each for each in ends if each is not graded]
         # Which of several open calls is answered first is chance, and must not decide how the rollout is trained. What
         # goes on with an answer has a longer prompt.
         self.turns.sort(key=lambda turn: (len(turn.prompt_token_ids), turn.seed))
         return self
 
     def _digest_turns(self) -> None:
-        while self._undigested:
-            prompt, turn = self._undigested.pop(0)
+        while self._digested < len(self._answers):
+            prompt, _, turn = self._answers[self._digested]
+            self._digested += 1
+            if prompt.tools is None:
+                continue
             digest = prompt.digest or _digests(prompt.messages)[-1]
             self._prompts.add(digest)
-            said = (_digest_of_tools(prompt.tools or ()), _digest(digest, _meaning(turn.message)))
+            said = (_digest_of_tools(prompt.tools), _digest(digest, _meaning(turn.message)))
             self._prior[said] = self._prior[*said, _known_as(turn.message)] = turn
 
     def _share(self, choices: int) -> int:

@@ -72,8 +72,8 @@ class MeshState:
 class RunDisplay:
     """The display of one run.
 
-    The controller calls `mesh(name, doing)` whenever it knows what a mesh does, then `add_group`, `step` and
-    `evaluation`. As a sink of `Activities` it also shows open spans.
+    The controller calls `mesh(name, doing)` whenever it knows what a mesh does, then `follow`, `add_group`, `step` and
+    `evaluation`.
     """
 
     def __init__(
@@ -88,14 +88,13 @@ class RunDisplay:
         self._progress = Progress(*columns, *left, expand=True, get_time=clock, speed_estimate_period=PACE_SECONDS)
         self._training_steps = self._progress.add_task("", total=steps)
         self._began = clock()
-        self._training = False  # whether the start is over
         self._numbers: dict[str, str] = {}
         self._rewards: list[float] = []
         self._phases: dict[str, float] = {}  # seconds of the last step
         self._meshes: dict[str, MeshState] = {}
         self._busy: dict[str, float] = {}  # by mesh, the share of its time in which it works, 0..1
         self._warnings: deque[tuple[float, str]] = deque(maxlen=WARNINGS)
-        self._spans: dict[Span, None] = {}
+        self._spans: Mapping[Span, None] | None = None  # that are open; None: the start is not over
         self._groups = self._groups_failed = 0  # since failures were last printed
         self._failures: Counter[Failed] = Counter()  # since then
         self._last_line = float("-inf")
@@ -130,12 +129,9 @@ class RunDisplay:
         if doing == READY and mesh.took is None:
             mesh.took = now - mesh.since
 
-    def on_span(self, span: Span, begins: bool) -> None:
-        self._training = True
-        if begins:
-            self._spans[span] = None
-        else:
-            del self._spans[span]
+    def follow(self, spans: Mapping[Span, None]) -> None:
+        """The start is over. `spans`: those that are open, now and later."""
+        self._spans = spans
 
     def add_group(self, failures: Sequence[Failed]) -> None:
         """Count a group that was played, and its rollouts that failed. They are printed with the next step's line, or
@@ -206,13 +202,14 @@ class RunDisplay:
     def _draw(self, now: float) -> RenderableType:
         """What the event loop changes meanwhile is copied before it is looped over."""
         starting = Text.assemble(("starting", "bold"), f"  {timedelta(seconds=int(now - self._began))}")
-        parts = [self._progress.get_renderable() if self._training else starting]
+        training = self._spans is not None
+        parts = [self._progress.get_renderable() if training else starting]
         if numbers := self._numbers.copy():
             first = {name: numbers[name] for name in _FIRST if name in numbers}
             parts.append(Columns([self._number(*each) for each in (first | numbers).items()], padding=(0, 3)))
         meshes = self._meshes.copy()
         width = max(map(len, ("last step", *meshes)))
-        parts.append(Padding(Constrain(self._table(meshes, now, width), _WIDEST), (int(self._training), 0, 0, 0)))
+        parts.append(Padding(Constrain(self._table(meshes, now, width), _WIDEST), (int(training), 0, 0, 0)))
         if self._phases:
             spent = self._phases.items()
             timing = ", ".join(f"{name} {1000 * s:.0f} ms" if s < 1 else f"{name} {s:.1f} s" for name, s in spent)
@@ -231,17 +228,17 @@ class RunDisplay:
         table.add_column(no_wrap=True, width=width)
         table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         table.add_column(no_wrap=True, justify="right")
-        idle, work = [], self._work()
+        idle, work, training = [], self._work(), self._spans is not None
         for name, mesh in meshes.items():
             share = self._busy.get(name)
             doing = work.get(name, mesh.doing)
-            if self._training and mesh.took is not None and doing == READY and share is None:
+            if training and mesh.took is not None and doing == READY and share is None:
                 idle.append(name)
                 continue
             last = "" if share is None else _meter(share)
             if mesh.took is None:
                 last = f"{now - mesh.since:.0f} s"
-            elif not self._training:
+            elif not training:
                 last = f"{mesh.took:.0f} s"
             starts = "yellow" if mesh.took is None else "green" if mesh.doing == READY else ""
             table.add_row(Text(name, style="dim"), Text(doing, style="red" if mesh.doing == LOST else starts), last)
@@ -254,9 +251,9 @@ class RunDisplay:
 
     def _work(self) -> dict[str, str]:
         """What goes on in the parts that are no single mesh, or whose work the controller knows best, by open spans."""
-        if not self._training:
+        if self._spans is None:
             return {}
-        spans = list(self._spans.copy())
+        spans = [*self._spans]
         trains = [each for each in spans if each.waits_for is None and each.name in _OF_TRAINER]
         waits = [each.waits_for for each in spans if each.waits_for is not None and each.name == "trainer"]
         groups = sum(each.name == "rollout" for each in spans)
