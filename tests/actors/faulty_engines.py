@@ -20,8 +20,14 @@ FALLS_AT = 3
 """Step in which rank 1 of `falling_engine` raises, and rank 0 of `leading_engine`."""
 
 
+class _SlowEngine(SimulatedEngine):
+    def step(self) -> StepOutput:
+        time.sleep(0.05)
+        return super().step()
+
+
 def slow_engine(config: Any, model_path: Any, device: str) -> SimulatedEngine:
-    return SimulatedEngine(vocab_size=13, max_num_seqs=config.max_num_seqs, seconds_per_step=0.05)
+    return _SlowEngine(vocab_size=13, max_num_seqs=config.max_num_seqs)
 
 
 class _CollectiveEngine(SimulatedEngine):
@@ -30,14 +36,17 @@ class _CollectiveEngine(SimulatedEngine):
     falls = 1
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(vocab_size=13, seconds_per_step=0.2)
+        super().__init__(vocab_size=13)
         self._rank = int(os.environ["RANK"])
+        self._steps = 0
         join_world("gloo")
 
     def step(self) -> StepOutput:
-        if self._rank == self.falls and self.steps == FALLS_AT - 1:
+        if self._rank == self.falls and self._steps == FALLS_AT - 1:
             raise ArithmeticError("the GPU fell off the bus")
+        time.sleep(0.2)
         output = super().step()
+        self._steps += 1
         dist.all_reduce(torch.zeros(1))
         return output
 

@@ -29,9 +29,9 @@ class SpiedRelay(WeightRelay):
         self._frozen = False
 
     @endpoint
-    async def open(self, publication: Publication) -> tuple[int, list[Any]]:
-        token, handles = await WeightRelay.open.answer(self, publication)
-        return token, [Frozen()] * len(handles) if self._frozen else handles
+    async def open(self, publication: Publication) -> list[Any]:
+        handles = await WeightRelay.open.answer(self, publication)
+        return [Frozen()] * len(handles) if self._frozen else handles
 
     @endpoint
     async def freeze(self, frozen: bool) -> None:
@@ -39,11 +39,11 @@ class SpiedRelay(WeightRelay):
         self._frozen = frozen
 
     @endpoint
-    async def arrived(self, token: int, chunk: int) -> None:
+    async def arrived(self, serial: int, chunk: int) -> None:
         if chunk >= self._held_from:
             self._holds.set()
             await self._released.wait()
-        await WeightRelay.arrived.answer(self, token, chunk)
+        await WeightRelay.arrived.answer(self, serial, chunk)
         self._handed += 1
 
     @endpoint

@@ -61,8 +61,8 @@ async def test_chunks_are_handed_on_before_the_rest_has_come(hosts: RelayHosts) 
     publication = hosts.publish(2)
     below = "c"
     await hosts.call(TRAINER, SpiedRelay.hold, 4)
-    token, _ = await hosts.call(below, WeightRelay.open, publication)
-    await asyncio.gather(*(hosts.call(below, WeightRelay.arrived, token, chunk) for chunk in range(4)))
+    await hosts.call(below, WeightRelay.open, publication)
+    await asyncio.gather(*(hosts.call(below, WeightRelay.arrived, publication.serial, chunk) for chunk in range(4)))
     waiting = asyncio.gather(*(hosts.bring(host, publication) for host in RECEIVERS))
     await hosts.call(TRAINER, SpiedRelay.release)
     await waiting
@@ -126,8 +126,8 @@ async def test_a_parent_that_dies_costs_its_children_no_chunk_that_they_have(hos
     living = [host for host in RECEIVERS if host != dying]
     await asyncio.gather(*(hosts.call(host, SpiedRelay.be_patient, 60) for host in living))
     await hosts.call(TRAINER, SpiedRelay.hold, CHUNKS // 2)
-    token, _ = await hosts.call(below, WeightRelay.open, publication)
-    await hosts.call(below, WeightRelay.arrived, token, CHUNKS // 2 - 2)
+    await hosts.call(below, WeightRelay.open, publication)
+    await hosts.call(below, WeightRelay.arrived, publication.serial, CHUNKS // 2 - 2)
     os.kill(hosts.pids[dying], signal.SIGKILL)
     hosts.relays[dying].lose("it was killed")
     brought = asyncio.gather(*(hosts.bring(host, publication) for host in living))

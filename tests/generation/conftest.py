@@ -8,9 +8,9 @@ from itertools import count
 
 import pytest
 from loop_harness import BOUND, MADE, VOCAB, Collector, Turnstile, make_loop, make_publication, sharper_policy
+from support.timed_engine import TimedEngine
 
 from titan_rl.generation.engine_loop import EngineLoop
-from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.policy.config import TinyPolicyConfig
 
 
@@ -52,8 +52,8 @@ def turnstile() -> Turnstile:
 def loop(collector: Collector, turnstile: Turnstile) -> Iterator[EngineLoop]:
     """Started and serving v0; every engine step waits at the turnstile, and takes a second."""
 
-    def engine() -> SimulatedEngine:
-        return SimulatedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile, clock=count().__next__)
+    def engine() -> TimedEngine:
+        return TimedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile, clock=count().__next__)
 
     loop = make_loop(collector, engine=engine)
     loop.start().result(timeout=BOUND)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from loop_harness import make_request, simulated_tokens, streaming
+from support.timed_engine import TimedEngine
 
 from titan_rl.errors import ConfigError, RequestError
 from titan_rl.generation.config import GeneratorConfig, check_environment, generator_environment
@@ -116,7 +117,7 @@ VOCAB = 13
 
 def test_a_step_waits_as_long_as_its_batch_takes() -> None:
     waits: list[float] = []
-    engine = SimulatedEngine(seconds_per_step=0.5, seconds_per_sequence=0.25, max_num_seqs=2, sleep=waits.append)
+    engine = TimedEngine(seconds_per_step=0.5, seconds_per_sequence=0.25, max_num_seqs=2, sleep=waits.append)
     for name in "abc":
         engine.add(make_request(name, new=2))
     while engine.has_work():
@@ -126,7 +127,12 @@ def test_a_step_waits_as_long_as_its_batch_takes() -> None:
 
 def test_a_stop_token_and_a_short_answer_end_a_completion() -> None:
     first_three = simulated_tokens(9, 3, VOCAB)
-    engine = SimulatedEngine(vocab_size=VOCAB, completion_length=lambda request: 3)
+
+    class Short(SimulatedEngine):
+        def length_of(self, request: GenerationRequest) -> int:
+            return 3
+
+    engine = Short(vocab_size=VOCAB)
     engine.add(make_request("short", new=8, seed=9))
     engine.add(make_request("cut", new=3, seed=9))
     engine.add(make_request("stopped", new=8, seed=9, stop_token_ids=(first_three[1],)))

@@ -20,6 +20,7 @@ from loop_harness import (
     simulated_tokens,
     streaming,
 )
+from support.timed_engine import TimedEngine
 from torch import Tensor
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, RequestError
@@ -133,7 +134,7 @@ def test_a_wake_up_with_weights_serves_again_also_if_it_comes_while_the_engine_f
 ) -> None:
     falling_asleep, go_on = threading.Event(), threading.Event()
 
-    class Slow(SimulatedEngine):
+    class Slow(TimedEngine):
         def sleep(self) -> int:
             falling_asleep.set()
             assert go_on.wait(BOUND)
@@ -160,7 +161,7 @@ def test_a_wake_up_with_weights_serves_again_also_if_it_comes_while_the_engine_f
     loop.close().result(timeout=BOUND)
 
 
-class _Crashing(SimulatedEngine):
+class _Crashing(TimedEngine):
     def step(self) -> StepOutput:
         super().step()
         raise ArithmeticError("head_dim 16 has no kernel")

@@ -23,6 +23,7 @@ from loop_harness import (
     simulated_tokens,
 )
 from rank_processes import run_on_ranks
+from support.timed_engine import TimedEngine
 
 from titan_rl.errors import GeneratorFailed, GeneratorNotServing, InvariantError, WeightsError
 from titan_rl.generation.decisions import LoopAction, LoopDecision
@@ -73,8 +74,11 @@ def test_random_calls_leave_both_ranks_with_one_digest_and_answer_everything_onc
 class _StrayToken(SimulatedEngine):
     """Samples one token of step 3 differently."""
 
+    steps = 0
+
     def step(self) -> StepOutput:
         output = super().step()
+        self.steps += 1
         if self.steps == 3:
             output.sampled[0] = (output.sampled[0] + 1) % VOCAB
         return output
@@ -114,7 +118,7 @@ def test_weights_that_one_rank_cannot_read_are_served_by_none(bad_rank: int) -> 
 
     turnstile = Turnstile()
     collectors = [Collector(), Collector()]
-    engines = [lambda: SimulatedEngine(seconds_per_step=1.0, sleep=turnstile), SimulatedEngine]
+    engines = [lambda: TimedEngine(seconds_per_step=1.0, sleep=turnstile), SimulatedEngine]
     loads = (gone, whole) if bad_rank == 0 else (whole, gone)
     leader, follower = make_ranks(collectors, engines, load=loads, burst_steps=1, heartbeat_seconds=0.001)
     leader.pull(make_publication(0)).result(timeout=BOUND)
@@ -145,7 +149,7 @@ def test_the_pulse_stands_still_in_a_step_and_grows_with_decisions_and_in_what_h
         return ()
 
     def engine() -> Engine:
-        return SimulatedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile)
+        return TimedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile)
 
     loops = make_ranks([Collector(), Collector()], [engine, engine], load=load, heartbeat_seconds=0.001)
     leader, follower = loops
@@ -175,7 +179,7 @@ def test_on_cuda_the_first_step_may_compile_and_no_later_one(device: str) -> Non
     turnstile = Turnstile()
 
     def engine() -> Engine:
-        return SimulatedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile)
+        return TimedEngine(vocab_size=VOCAB, seconds_per_step=1.0, sleep=turnstile)
 
     loop = make_loop(Collector(), engine=engine, device=device)
     loop.start().result(timeout=BOUND)

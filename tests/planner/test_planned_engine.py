@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.timed_engine import TimedEngine
 
-from titan_rl.generation.simulated_engine import SimulatedEngine
 from titan_rl.planner.scenario import EngineSpeed, PlannedEngine, Sequence
 from titan_rl.types import GenerationRequest, PolicyVersion, SamplingParams
 
@@ -20,7 +20,7 @@ class SteppedEngine:
 
     def __init__(self, speed: EngineSpeed) -> None:
         self.now = 0.0
-        self.engine = SimulatedEngine(
+        self.engine = TimedEngine(
             max_model_len=10_000,
             max_num_seqs=speed.max_num_seqs,
             seconds_per_step=speed.seconds_per_step,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import random
 
+import msgspec
 import pytest
 
 from titan_rl.errors import InvariantError
@@ -74,7 +74,7 @@ def test_a_batch_older_than_the_bound_ends_the_run():
     buffer = GroupBuffer(StalenessLimits(groups_per_step=1, max_staleness=1))
     admit_and_start(buffer)
     finish(buffer, 0)
-    buffer._trainer = v(2)  # a trainer that stepped without the buffer: no schedule leads here
+    buffer.trainer_version = v(2)  # a trainer that stepped without the buffer: no schedule leads here
     with pytest.raises(InvariantError, match=r"group 0 .* token of v0 .* trained by v2, 2 steps later; the bound is 1"):
         buffer.take()
 
@@ -180,6 +180,6 @@ def test_what_is_kept_does_not_grow_with_the_run():
         assert batch is not None
         buffer.trained(PolicyVersion(0, step))
         buffer.published(PolicyVersion(0, step))
-        sizes.append(len(json.dumps(buffer.state_dict())))
+        sizes.append(len(msgspec.msgpack.encode(buffer)))
     assert buffer.counts.trained == 12_000
     assert max(sizes[1500:]) <= max(sizes[:1500]) + 200, "a few digits more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,16 +32,15 @@ class ObedientEngine(SimulatedEngine):
             max_model_len=config.max_model_len,
             vocab_size=json.loads((model_path / "config.json").read_text())["vocab_size"],
             max_num_seqs=config.max_num_seqs,
-            seconds_per_step=0.001,
-            completion_length=lambda request: (
-                len(request.prompt_token_ids) if self._echoes(request) else request.sampling.max_new_tokens
-            ),
         )
         self._echo = vocabulary[ECHO]
         self._requests: dict[str, GenerationRequest] = {}
 
     def _echoes(self, request: GenerationRequest) -> bool:
         return int(request.prompt_token_ids[0]) == self._echo
+
+    def length_of(self, request: GenerationRequest) -> int:
+        return len(request.prompt_token_ids) if self._echoes(request) else super().length_of(request)
 
     def add(self, request: GenerationRequest) -> None:
         if self._echoes(request):
@@ -58,6 +58,7 @@ class ObedientEngine(SimulatedEngine):
         return pieces
 
     def step(self) -> StepOutput:
+        time.sleep(0.001)
         output = super().step()
         finished = []
         for completion in output.finished:

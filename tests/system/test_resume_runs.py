@@ -90,7 +90,7 @@ def test_after_a_kill_and_damage_every_prompt_is_trained_once_and_every_step_rep
     *_, cut, newest = checkpoints(left)
     flip(newest)
     ledger, step = read_ledger(cut), check(cut).step
-    active = {group["group_id"] for group in ledger.buffer.state_dict()["groups"]}
+    active = ledger.buffer.groups.keys()
     ended = {*range(ledger.buffer.counts.admitted)} - active
     played.unlink()
 

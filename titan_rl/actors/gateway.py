@@ -24,7 +24,6 @@ from titan_rl.types import Endpoint
 
 if TYPE_CHECKING:
     from titan_rl.gateway.app import GatewayServer
-    from titan_rl.gateway.callers import RolloutKeys
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,21 +75,19 @@ class Gateway(ConnectedActor):
 
     @endpoint
     async def serve(self) -> None:
-        if self._server is None:
-            raise ActorFailed("the gateway was called before setup")
-        await self._server.ended()
+        await self._listening().ended()
 
     @endpoint
     async def open_rollout(self, request: RolloutRequest) -> Endpoint:
-        return await self._rollout_keys().open(request)
+        return await self._listening().rollout_keys.open(request)
 
     @endpoint
     async def idle(self, session_id: str, seconds: float) -> None:
-        await self._rollout_keys().idle(session_id, seconds)
+        await self._listening().rollout_keys.idle(session_id, seconds)
 
     @endpoint
     async def close_rollout(self, session_id: str) -> Trajectory:
-        return await self._rollout_keys().close(session_id)
+        return await self._listening().rollout_keys.close(session_id)
 
     @endpoint
     async def close(self) -> None:
@@ -99,10 +96,10 @@ class Gateway(ConnectedActor):
             await self._server.close()
         await self._fleet.disconnect()
 
-    def _rollout_keys(self) -> RolloutKeys:
-        if self._server is None or not self._gateway.rollout_keys:
-            raise ActorFailed("the gateway was called before setup, or has no rollout keys")
-        return self._server.rollout_keys
+    def _listening(self) -> GatewayServer:
+        if self._server is None:
+            raise ActorFailed("the gateway was called before setup")
+        return self._server
 
 
 class GatewayClient(MeshClient):

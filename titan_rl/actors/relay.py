@@ -18,7 +18,6 @@
 """
 
 import asyncio
-import itertools
 import logging
 import math
 import mmap
@@ -62,7 +61,6 @@ class _Slot:
     """A publication in a segment of this host, whole or on its way."""
 
     publication: Publication
-    token: int
     file: Path
     """The segment; under another name than the publication's until it is whole for the first time."""
     identity: Identity
@@ -102,7 +100,6 @@ class WeightRelay(ConnectedActor):
         self._relays: dict[str, tuple[int, Connection]] = {}
         self._slots: dict[str, _Slot] = {}  # by location
         self._preparing = asyncio.Lock()
-        self._tokens = itertools.count()
         self._buffers: dict[int, list[memoryview]] = {}  # by size: registered once, and in no read that was given up
 
     @endpoint
@@ -139,18 +136,19 @@ class WeightRelay(ConnectedActor):
         task.result()
 
     @endpoint
-    async def open(self, publication: Publication) -> tuple[int, list[RDMABuffer]]:
-        """Let another relay read this publication, which comes here too if it is not here. Returns a token for
-        `arrived`, and a handle on each chunk, to be read when it has arrived."""
+    async def open(self, publication: Publication) -> list[RDMABuffer]:
+        """Let another relay read this publication, which comes here too if it is not here. Returns a handle on each
+        chunk, to be read when it has arrived."""
         slot = await self._slot_of(publication)
         if self._host not in publication.hosts:
             self._transfer(slot)
-        return slot.token, slot.handles
+        return slot.handles
 
     @endpoint
-    async def arrived(self, token: int, chunk: int) -> None:
-        """Returns when a chunk of an opened publication is here. Raises WeightsError if it will not come."""
-        slot = next((each for each in self._slots.values() if each.token == token), None)
+    async def arrived(self, serial: int, chunk: int) -> None:
+        """Returns when a chunk of the opened publication of this number is here. Raises WeightsError if it will not
+        come."""
+        slot = next((each for each in self._slots.values() if each.publication.serial == serial), None)
         if slot is None:
             raise WeightsError("it is gone: a later publication has its place")
         await asyncio.wait({slot.here[chunk]})
@@ -180,26 +178,24 @@ class WeightRelay(ConnectedActor):
         """Memory for a publication, that of the one before it if it can be. In a thread, because Monarch does not
         register memory in an event loop."""
         nbytes, file = publication.manifest.nbytes, segment_at(publication.location)
-        if self._host not in publication.hosts:
-            if before is not None and _is_at(before.file, before.identity) and len(before.memory) >= nbytes:
-                file = before.file
-            else:
-                file = _unfinished(file)
-                create_segment(file, max(nbytes, 1))
-        if before is not None and _is_at(file, before.identity):
-            memory, identity = before.memory, before.identity
-        else:
-            try:
-                memory, identity = map_segment(file)
-            except FileNotFoundError as error:
-                raise WeightsError(f"{publication} is gone: there is no {file}") from error
+        brings = self._host not in publication.hosts
+        if (
+            before is not None
+            and before.publication.manifest.nbytes == nbytes
+            and (brings or before.file == file)
+            and _is_at(before.file, before.identity)
+        ):
+            return _Slot(publication, before.file, before.identity, before.memory, before.handles, [])
+        if brings:
+            file = _unfinished(file)
+            create_segment(file, max(nbytes, 1))
+        try:
+            memory, identity = map_segment(file)
+        except FileNotFoundError as error:
+            raise WeightsError(f"{publication} is gone: there is no {file}") from error
         if len(memory) < nbytes:
             raise WeightsError(f"{publication}: {file} holds {len(memory)} bytes, its manifest says {nbytes}")
-        slot = _Slot(publication, next(self._tokens), file, identity, memory, [], [])
-        if before is not None and memory is before.memory and nbytes == before.publication.manifest.nbytes:
-            slot.handles = before.handles
-            return slot
-        view = memoryview(memory)
+        slot, view = _Slot(publication, file, identity, memory, [], []), memoryview(memory)
         slot.handles = [RDMABuffer(view[slot.chunk(chunk)]) for chunk in range(math.ceil(nbytes / slot.chunk_bytes))]
         for handle in before.handles if before is not None else ():
             handle.drop()
@@ -256,7 +252,7 @@ class WeightRelay(ConnectedActor):
         connection = self._relays[holder][1]
         call = connection.call
         opening = PATIENCE_SECONDS + slot.publication.manifest.nbytes // SLOWEST_MEMORY
-        token, handles = await call(opening, WeightRelay.open, slot.publication)
+        handles = await call(opening, WeightRelay.open, slot.publication)
         seconds = PATIENCE_SECONDS + READS * slot.chunk_bytes // SLOWEST_BYTES_PER_SECOND
         missing = slot.missing()
         kept = self._buffers.setdefault(slot.chunk_bytes, [])
@@ -265,7 +261,7 @@ class WeightRelay(ConnectedActor):
             buffer = kept.pop() if kept else memoryview(bytearray(slot.chunk_bytes))
             while missing:
                 index = missing.popleft()
-                await call(seconds, WeightRelay.arrived, token, index)
+                await call(seconds, WeightRelay.arrived, slot.publication.serial, index)
                 chunk = slot.chunk(index)
                 async with asyncio.timeout(seconds):
                     await handles[index].read_into(buffer, timeout=seconds)

@@ -6,6 +6,7 @@ own memory.
 
 import asyncio
 import contextvars
+import itertools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -68,19 +69,14 @@ class AnyHostSource:
         await asyncio.gather(*(keeper.close() for keeper in self._stores.values()))
 
     def _fetch_from(self, store: str, batch: SampleBatch) -> list[TrainingSample]:
-        distinct = {ref.sample_id: ref for ref in batch.refs}
-        ends = np.cumsum([ref.nbytes for ref in distinct.values()]).tolist()
-        reading = self._read(store, tuple(distinct), ends[-1])
+        ends = np.cumsum([0, *(ref.nbytes for ref in batch.refs)]).tolist()
+        reading = self._read(store, tuple(ref.sample_id for ref in batch.refs), ends[-1])
         try:
             content = self._context.copy().run(asyncio.run_coroutine_threadsafe, reading, self._loop).result()
         except TitanError as error:
             reason = f"store {store} could not be read: {type(error).__name__}: {error}"
             raise SampleError(reason, batch.refs[0].group_id, batch.refs[0].sample) from error
-        samples = {
-            sample_id: decode(content[end - ref.nbytes : end].data, ref)
-            for (sample_id, ref), end in zip(distinct.items(), ends, strict=True)
-        }
-        return [samples[ref.sample_id] for ref in batch.refs]
+        return [*map(decode, (content[a:b].data for a, b in itertools.pairwise(ends)), batch.refs)]
 
     async def _read(self, store: str, ids: tuple[int, ...], nbytes: int) -> np.ndarray:
         if time.monotonic() < self._silent_until.get(store, 0.0):

@@ -1,7 +1,7 @@
 """`PolicyTrainer`: one rank of the trainer mesh. `trainer_client.TrainerClient` drives all ranks together.
 
-Every call to the mesh carries a sequence number. A rank runs its calls one at a time in one thread, in the order of
-their numbers. So all ranks enter their collectives in the same order, even if messages overtake each other.
+Every call to the mesh carries a sequence number. A rank runs its calls one at a time in one thread, and refuses a call
+whose turn it is not. So all ranks enter their collectives in the same order.
 """
 
 from __future__ import annotations
@@ -48,28 +48,20 @@ _log = logging.getLogger(__name__)
 
 
 class CallQueue:
-    """Runs the calls of one rank in one thread, in the order of their numbers. Belongs to one event loop."""
+    """Runs the calls of one rank in one thread, as they come over its connection, which keeps their order. Belongs to
+    one event loop."""
 
     def __init__(self, *, rank: int) -> None:
         self._rank = rank
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
         self._next = 0
-        self._early: dict[int, tuple[Callable[[], Any], asyncio.Future[asyncio.Future[Any]]]] = {}  # with their results
 
     async def run(self, sequence: int, work: Callable[[], T]) -> T:
-        """Run `work` after all calls with a smaller number. Raises TrainingError: the number was used before."""
-        if sequence < self._next or sequence in self._early:
-            raise TrainingError(
-                f"trainer rank {self._rank} got call {sequence} again (next is {self._next}); calls are numbered once"
-            )
-        loop = asyncio.get_running_loop()
-        turn: asyncio.Future[asyncio.Future[T]] = loop.create_future()
-        self._early[sequence] = work, turn
-        while self._next in self._early:  # the thread runs calls in the order in which they are queued here
-            due, its_turn = self._early.pop(self._next)
-            its_turn.set_result(loop.run_in_executor(self._thread, due))
-            self._next += 1
-        return await (await turn)
+        """Run `work` after all calls with a smaller number. Raises TrainingError: another number is next."""
+        if sequence != self._next:
+            raise TrainingError(f"trainer rank {self._rank} got call {sequence}, and the next is {self._next}")
+        self._next += 1
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def in_order(method: Callable[Concatenate[Any, P], T]) -> RemoteMethod[Concatenate[int, P], T]:

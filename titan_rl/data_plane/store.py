@@ -154,7 +154,11 @@ class SampleStore:
 
     def release(self, ids: Iterable[int]) -> None:
         """The owner gives these samples up for good."""
-        for sample_id, ref in self._known(ids, "released").items():
+        released = tuple(ids)
+        refs = self._known(released, "released")
+        if twice := [sample_id for sample_id, count in Counter(released).items() if count > 1]:
+            raise InvariantError(f"{self.name}: sample id {twice[0]} is to be released twice in one call")
+        for sample_id, ref in zip(released, refs, strict=True):
             del self._held[sample_id]
             self._nbytes -= ref.nbytes
             self._in_file[ref.location] -= 1
@@ -165,7 +169,7 @@ class SampleStore:
     def read(self, ids: Sequence[int]) -> np.ndarray:
         """The bytes of these samples, one after the other: [bytes] uint8, a copy."""
         self._check_open()
-        return np.asarray(_read(tuple(self._known(ids, "read").values()))[0])
+        return np.asarray(_read(self._known(ids, "read"))[0])
 
     def held(self) -> HeldReport:
         groups = Counter(ref.group_id for ref in self._held.values())
@@ -182,15 +186,13 @@ class SampleStore:
         self._nbytes = 0
         return report
 
-    def _known(self, ids: Iterable[int], done: str) -> dict[int, SampleRef]:
-        known: dict[int, SampleRef] = {}
+    def _known(self, ids: Iterable[int], done: str) -> list[SampleRef]:
+        known: list[SampleRef] = []
         for sample_id in ids:
-            if sample_id in known:
-                raise InvariantError(f"{self.name}: sample id {sample_id} is to be {done} twice in one call")
             if sample_id not in self._held:
                 past = "it was released before" if 0 <= sample_id < self._next_id else "it never existed"
                 raise InvariantError(f"{self.name}: sample id {sample_id} cannot be {done}: {past}")
-            known[sample_id] = self._held[sample_id]
+            known.append(self._held[sample_id])
         return known
 
     def _check_open(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_rl.generation.config import GeneratorConfig
-from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
+from titan_rl.generation.engine import Engine, StepOutput
 from titan_rl.types import Completion, FinishReason, GenerationRequest, PolicyVersion
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
 
@@ -37,15 +37,11 @@ def simulated_engine(config: GeneratorConfig, model_path: str | Path, device: st
 
 
 class SimulatedEngine(Engine):
-    """For tests of scheduling, benchmarks of what stands above an engine, and planning.
+    """For tests of scheduling, and benchmarks of what stands above an engine.
 
     Args:
         vocab_size: of the tokens that are made up; the logprob of each is that of a uniform choice.
         max_num_seqs: requests that advance in one step; the others wait in order.
-        seconds_per_step, seconds_per_sequence: a step takes the first, and the second for each request in its batch.
-        completion_length: tokens that a request gets, at most its `max_new_tokens`; default: all of them. A
-            shorter one ends with `FinishReason.STOP`, and so does a stop token.
-        sleep: waits; hand in a fake one to simulate faster than time.
     """
 
     tells_support = True  # all tokens are possible
@@ -56,35 +52,22 @@ class SimulatedEngine(Engine):
         max_model_len: int = 4096,
         vocab_size: int = 32_000,
         max_num_seqs: int = 256,
-        seconds_per_step: float = 0.0,
-        seconds_per_sequence: float = 0.0,
-        seconds_per_load: float = 0.0,
-        completion_length: Callable[[GenerationRequest], int] | None = None,
-        sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(max_model_len=max_model_len, vocab_size=vocab_size, clock=clock)
         self._max_num_seqs = max_num_seqs
-        self._seconds_per_step = seconds_per_step
-        self._seconds_per_sequence = seconds_per_sequence
-        self._seconds_per_load = seconds_per_load
-        self._completion_length = completion_length or (lambda request: request.sampling.max_new_tokens)
-        self._sleep = sleep
         self._logprob = float(np.float32(-np.log(vocab_size)))
         self._weights: dict[str, Tensor] = {}
-        self._lengths: dict[str, int] = {}  # of running requests: tokens that each gets at most
-        self.steps = 0
-        """Taken so far."""
+
+    def length_of(self, request: GenerationRequest) -> int:
+        """Tokens that it gets at most. If that is less than its `max_new_tokens`, it ends with `FinishReason.STOP`."""
+        return request.sampling.max_new_tokens
 
     def add(self, request: GenerationRequest) -> None:
         self._begin(request)
-        self._lengths[request.request_id] = self._completion_length(request)
 
     def step(self) -> StepOutput:
         batch = list(self._running.values())[: self._max_num_seqs]
-        seconds = self._seconds_per_step + self._seconds_per_sequence * len(batch)
-        if seconds > 0:
-            self._sleep(seconds)
         now = self._clock()
         sampled: list[int] = []
         finished: list[Completion] = []
@@ -97,17 +80,14 @@ class SimulatedEngine(Engine):
             running.add(token, self._logprob, now)
             sampled.append(token)
             stopped, cut = token in sampling.stop_token_ids, len(running.tokens) == sampling.max_new_tokens
-            if stopped or cut or len(running.tokens) >= self._lengths[request.request_id]:
+            if stopped or cut or len(running.tokens) >= self.length_of(request):
                 reason = FinishReason.LENGTH if cut and not stopped else FinishReason.STOP
                 finished.append(self._end(request.request_id).complete(reason, now))
-        self.steps += 1
         return StepOutput(finished, np.array(sampled, dtype=np.int32))
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         """Keeps copies, so that `served_shards` shows what was loaded and not the publication."""
         self._weights = {name: tensor.clone() for name, tensor in tensors}
-        if self._seconds_per_load > 0:
-            self._sleep(self._seconds_per_load)
         self._serve(version)
 
     def served_shards(self) -> Iterator[TensorShard]:
@@ -119,7 +99,3 @@ class SimulatedEngine(Engine):
 
     def drop_cache(self) -> None:
         """There is no KV."""
-
-    def _end(self, request_id: str) -> RunningRequest:
-        del self._lengths[request_id]
-        return super()._end(request_id)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from titan_rl.errors import CheckpointError, StorageError
 
-FORMAT = 5
+FORMAT = 6
 """Changes when what a checkpoint holds can no longer be read; other formats are refused by name."""
 
 CHECKPOINTS = "checkpoints"

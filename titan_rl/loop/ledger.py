@@ -6,9 +6,10 @@ The encoded form is MessagePack (JSON has no NaN) without names of classes: code
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +22,8 @@ from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.scheduling.schedule import Schedule, Untrainable, UntrainableStreak
 from titan_rl.types import PolicyVersion
+
+T = TypeVar("T")
 
 LEDGER = "ledger.msgpack"
 PACKAGES = "packages.json"
@@ -57,34 +60,22 @@ class Ledger:
     """Only in a checkpoint: lengths of `metrics.jsonl` and `rollouts.jsonl`."""
 
     def encode(self) -> bytes:
-        state = {
-            "buffer": self.buffer.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "streak": self.streak,
-            "grown": self.grown,
-            "summary": self.summary,
-            "reports": [*self.reports.values()],
-            "lessons": self.outcomes,
-            "older": [[version, sorted(holders)] for version, holders in self.older.items()],
-            "metrics_bytes": self.metrics_bytes,
-            "rollouts_bytes": self.rollouts_bytes,
-        }
-        return msgspec.msgpack.encode(state)
+        state = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return msgspec.msgpack.encode(state | {"schedule": self.schedule.state_dict()})
 
     @classmethod
     def decode(cls, encoded: bytes) -> Ledger:
-        """Raises where something is missing or of another type."""
+        """Raises where something is missing, unknown or of another type."""
         state = msgspec.msgpack.decode(encoded)
-        reports = msgspec.convert(state["reports"], list[GroupReport])
         return cls(
-            buffer=(buffer := GroupBuffer.from_state_dict(state["buffer"])),
+            buffer=(buffer := _as_written(state["buffer"], GroupBuffer)),
             schedule=Schedule.from_state_dict(state["schedule"], buffer),
-            streak=msgspec.convert(state["streak"], UntrainableStreak),
-            summary=msgspec.convert(state["summary"], RunSummary, dec_hook=lambda kind, ages: Counter(ages)),
-            reports={report.group_id: report for report in reports},
-            outcomes=msgspec.convert(state["lessons"], dict[int, GroupOutcome]),
-            grown=state.get("grown", []),
-            older={PolicyVersion(*version): {*holders} for version, holders in state["older"]},
+            streak=_as_written(state["streak"], UntrainableStreak),
+            summary=_as_written(state["summary"], RunSummary),
+            reports=_as_written(state["reports"], dict[int, GroupReport]),
+            outcomes=_as_written(state["outcomes"], dict[int, GroupOutcome]),
+            grown=state["grown"],
+            older=msgspec.convert(state["older"], dict[PolicyVersion, set[str]]),
             metrics_bytes=state["metrics_bytes"],
             rollouts_bytes=state["rollouts_bytes"],
         )
@@ -100,9 +91,18 @@ class Ledger:
         self.metrics_bytes = self.rollouts_bytes = 0
 
 
+def _as_written(plain: Any, kind: type[T]) -> T:
+    """Raises ValueError where this version of titan_rl would not have written these data."""
+    value = msgspec.convert(plain, kind, dec_hook=lambda counter, counts: counter(counts))
+    if msgspec.msgpack.encode(value) != msgspec.msgpack.encode(plain):
+        raise ValueError(f"something of a {kind.__name__} is missing or unknown")
+    return value
+
+
 def new_ledger(config: RunConfig, incarnation: int = 0) -> Ledger:
     loop = config.loop
-    buffer = GroupBuffer(config.staleness_limits(), version=PolicyVersion(incarnation, 0))
+    version = PolicyVersion(incarnation, 0)
+    buffer = GroupBuffer(config.staleness_limits(), trainer_version=version, published_version=version)
     return Ledger(
         buffer=buffer,
         schedule=Schedule(buffer, steps=loop.steps, every=config.evaluation.every),

@@ -75,7 +75,7 @@ class LostGroups:
 
 async def check_stores_are_empty(rollouts: RolloutWorkers) -> None:
     """Raises InvariantError unless all stores are empty; the error says what each store holds."""
-    if what := await _held(rollouts):
+    if what := "; ".join(str(report) for report in await rollouts.held() if report.samples):
         raise InvariantError(f"the run is over and samples are still held: {what}")
 
 
@@ -85,11 +85,5 @@ async def release_samples(rollouts: RolloutWorkers, reports: Iterable[GroupRepor
         async with asyncio.timeout(seconds):
             await rollouts.stop_groups()
             await rollouts.release(SampleBatch.concat(report.samples for report in reports))
-            if what := await _held(rollouts):
-                _log.info("still on their way to their release when the run ended: %s", what)
     except (TitanError, TimeoutError) as error:
         _log.warning("the samples of the failed run were not released: %s", error or type(error).__name__)
-
-
-async def _held(rollouts: RolloutWorkers) -> str:
-    return "; ".join(str(report) for report in await rollouts.held() if report.samples)

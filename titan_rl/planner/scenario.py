@@ -77,8 +77,7 @@ def read_lengths(text: str, seed: int = 0) -> Lengths:
 @dataclass(slots=True, kw_only=True)
 class EngineSpeed:
     """One generator. A step samples one token for each of the first `max_num_seqs` requests, the others wait in order;
-    it takes `seconds_per_step + seconds_per_sequence * batch`. With `seconds_per_prompt_token = 0` this is
-    `SimulatedEngine` with the arguments of the same names, to the step."""
+    it takes `seconds_per_step + seconds_per_sequence * batch`."""
 
     seconds_per_step: Positive
     """For any batch: reading the weights, launching kernels."""

@@ -18,14 +18,10 @@ deterministic run admissions follow `logical_time`, with a proof of its own.
 Pure: the caller plays groups, trains batches and publishes versions, and says here what happened.
 """
 
-from __future__ import annotations
-
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import msgspec
 
 from titan_rl.errors import InvariantError
 from titan_rl.scheduling.config import StalenessLimits
@@ -37,115 +33,82 @@ INITIAL_VERSION = PolicyVersion(0, 0)
 """Of a trainer that has not trained yet."""
 
 
+@dataclass
 class GroupBuffer:
-    """The groups of one run.
+    """The groups of one run. What a checkpoint keeps is in its fields, which nobody else changes.
 
     A method called with something impossible (a group in another state than the method expects, a version that does not
     follow) raises ValueError and changes nothing.
     """
 
-    def __init__(self, limits: StalenessLimits, *, version: PolicyVersion = INITIAL_VERSION) -> None:
-        """`version`: what the trainer holds and what is published."""
-        self.limits = limits
-        self._trainer = version
-        self._published = version
-        self._groups: dict[int, Group] = {}  # active
-        self._waiting: dict[int, None] = {}
-        # The line. Ids grow with every admission, so theirs is its order; those not active overtook the anchor.
-        self._line: OrderedDict[int, None] = OrderedDict()
-        self._batch: list[int] = []  # TAKEN
+    limits: StalenessLimits
+    trainer_version: PolicyVersion = INITIAL_VERSION
+    published_version: PolicyVersion = INITIAL_VERSION
+    """The newest version that generators may be asked for."""
+    groups: dict[int, Group] = field(default_factory=dict)
+    """Active ones."""
+    line: dict[int, None] = field(default_factory=dict)
+    """Ids grow with every admission, so theirs is its order; those not active overtook the anchor."""
+    taken: list[int] = field(default_factory=list)
+    """The batch that is out."""
+    unpublished: list[tuple[int, int]] = field(default_factory=list)
+    """Each (step, groups trained in it), oldest first."""
+    admitted: int = 0
+    """Groups so far, so it is the next id."""
+    ended: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))
+    time: LogicalTime = field(default_factory=LogicalTime)
+    undecided: dict[int, None] = field(default_factory=dict)
+    """In the order in which they ended, where that decides."""
+
+    def __post_init__(self) -> None:
+        self.line = OrderedDict(self.line)  # a dict looks for its first item among all that were before it
+        self._waiting = {each: None for each, group in self.groups.items() if group.state is GroupState.WAITING}
         self._short = 0  # at least so many more must finish before a batch is ready,
         self._anchor: int | None = None  # or this one, behind which the window begins
-        self._unpublished: deque[tuple[int, int]] = deque()  # (step, groups trained in it)
-        self._admitted = 0  # so it is the next id
-        self._ended = dict.fromkeys(Outcome, 0)
-        self._time = LogicalTime(limits)
-        self._undecided: dict[int, None] = {}  # in the order in which they ended, where that decides
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "knobs": asdict(self.limits),
-            "logical_time": self._time.state_dict(),
-            "trainer": self._trainer,
-            "published": self._published,
-            "groups": [asdict(group) for group in self._groups.values()],
-            "line": [*self._line],
-            "batch": self._batch,
-            "unpublished": [*self._unpublished],
-            "admitted": self._admitted,
-            "ended": self._ended,
-            "undecided": [*self._undecided],
-        }
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> GroupBuffer:
-        buffer = cls(StalenessLimits(**state["knobs"]))
-        buffer._time = LogicalTime.from_state_dict(state["logical_time"], buffer.limits)
-        buffer._trainer, buffer._published = PolicyVersion(*state["trainer"]), PolicyVersion(*state["published"])
-        for group in msgspec.convert(state["groups"], list[Group]):
-            buffer._groups[group.group_id] = group
-            if group.state is GroupState.WAITING:
-                buffer._waiting[group.group_id] = None
-        buffer._line = OrderedDict.fromkeys(state["line"])
-        buffer._batch = state["batch"]
-        buffer._unpublished = deque((step, count) for step, count in state["unpublished"])
-        buffer._admitted = state["admitted"]
-        buffer._ended = {Outcome(outcome): count for outcome, count in state["ended"].items()}
-        buffer._undecided = dict.fromkeys(state["undecided"])
-        return buffer
 
     # What may happen next.
 
     @property
-    def trainer_version(self) -> PolicyVersion:
-        return self._trainer
-
-    @property
-    def published_version(self) -> PolicyVersion:
-        """The newest version that generators may be asked for."""
-        return self._published
-
-    @property
     def free_slots(self) -> int:
         if self.limits.deterministic:
-            return self._time.free_slots(self._admitted)
-        return self.limits.slots - len(self._groups) - sum(count for _, count in self._unpublished)
+            return self.time.free_slots(self.limits, self.admitted)
+        return self.limits.slots - len(self.groups) - sum(count for _, count in self.unpublished)
 
     @property
     def expected(self) -> int:
         """Groups that were trained or may be."""
         if self.limits.deterministic:
-            return self._time.expected(self._admitted)
-        return self._ended[Outcome.TRAINED] + len(self._groups)
+            return self.time.expected(self.admitted)
+        return self.ended[Outcome.TRAINED] + len(self.groups)
 
     @property
     def counts(self) -> Counts:
-        states = Counter(group.state for group in self._groups.values())
+        states = Counter(group.state for group in self.groups.values())
         return Counts(
-            admitted=self._admitted,
-            **{outcome.value: count for outcome, count in self._ended.items()},
+            admitted=self.admitted,
+            **{outcome.value: count for outcome, count in self.ended.items()},
             **{state.value: states[state] for state in GroupState},
         )
 
     def __getitem__(self, group_id: int) -> Group:
         """An active group. Raises KeyError."""
-        return self._groups[group_id]
+        return self.groups[group_id]
 
     def waiting(self) -> tuple[Group, ...]:
         """Groups whose rollouts are to be started, oldest first: those whose version is published."""
-        waiting = (self._groups[group_id] for group_id in sorted(self._waiting))
-        return tuple(group for group in waiting if group.min_version <= self._published)
+        waiting = (self.groups[group_id] for group_id in sorted(self._waiting))
+        return tuple(group for group in waiting if group.min_version <= self.published_version)
 
     @property
     def last_certain_step(self) -> int:
         """The step until which the groups of all batches are known."""
         if self.limits.deterministic:
-            return self._time.step
-        return self._trainer.step + bool(self._batch)
+            return self.time.step(self.limits)
+        return self.trainer_version.step + bool(self.taken)
 
     def active_versions(self) -> set[PolicyVersion]:
         """Versions that play the active groups, or would play them again if they were lost."""
-        return {group.min_version for group in self._groups.values()}
+        return {group.min_version for group in self.groups.values()}
 
     def unfinished_versions(self) -> set[PolicyVersion]:
         """Versions of the groups that are WAITING or RUNNING."""
@@ -157,8 +120,8 @@ class GroupBuffer:
 
     def waits_for(self) -> str:
         """Why the next batch is not ready, in words: how many groups are there, and the oldest that is missing."""
-        if self._batch:
-            return f"the trainer, which has a batch since {self._trainer}"
+        if self.taken:
+            return f"the trainer, which has a batch since {self.trainer_version}"
         ready, needed = self.ready, self.limits.groups_per_step
         if ready == needed:
             return f"nothing: {ready} of {needed} groups are ready"
@@ -167,7 +130,7 @@ class GroupBuffer:
         elif self.free_slots:
             missing = f"{self.free_slots} slots are free, no group is admitted"
         else:
-            missing = f"no slot is free until {self._trainer} is published"
+            missing = f"no slot is free until {self.trainer_version} is published"
         return f"{needed} groups, of which {ready} are ready; {missing}"
 
     # What happens.
@@ -178,18 +141,18 @@ class GroupBuffer:
         count = self.free_slots if count is None else count
         if not 0 <= count <= self.free_slots:
             raise ValueError(f"{count} groups cannot be admitted: {self.free_slots} slots are free")
-        version = self._published
+        version = self.published_version
         if self.limits.deterministic:
-            version = PolicyVersion(self._trainer.incarnation, self._time.step)
+            version = PolicyVersion(self.trainer_version.incarnation, self.time.step(self.limits))
         groups = [
-            Group(group_id=self._admitted + number, state=GroupState.WAITING, min_version=version)
+            Group(group_id=self.admitted + number, state=GroupState.WAITING, min_version=version)
             for number in range(count)
         ]
         for group in groups:
-            self._groups[group.group_id] = group
+            self.groups[group.group_id] = group
             self._waiting[group.group_id] = None
-            self._line[group.group_id] = None
-        self._admitted += count
+            self.line[group.group_id] = None
+        self.admitted += count
         return groups
 
     def start(self, group_id: int) -> Group:
@@ -224,37 +187,37 @@ class GroupBuffer:
         """The next group that has ended: the next by id if deterministic, otherwise the next that ended. None: it has
         not ended yet. Call it until then, and `admit` after every call."""
         if self.limits.deterministic:
-            return self._time.decide()
-        group_id = next(iter(self._undecided), None)
+            return self.time.decide()
+        group_id = next(iter(self.undecided), None)
         if group_id is not None:
-            del self._undecided[group_id]
+            del self.undecided[group_id]
         return group_id
 
     def is_undecided(self, group_id: int) -> bool:
         """Whether a group that has ended is still to be decided. One that was lost after its decision is not."""
-        return self._time.waits(group_id) if self.limits.deterministic else group_id in self._undecided
+        return self.time.waits(group_id) if self.limits.deterministic else group_id in self.undecided
 
     @property
     def batch(self) -> Batch | None:
         """The batch that is out; None: none is, or it was given up."""
-        if not self._batch:
+        if not self.taken:
             return None
-        return Batch(version=self._trainer, groups=tuple(self._groups[group_id] for group_id in self._batch))
+        return Batch(version=self.trainer_version, groups=tuple(self.groups[group_id] for group_id in self.taken))
 
     def take(self) -> Batch | None:
         """Exactly P groups for the next step, or None: not enough can be taken now, or a batch is out. Raises
         InvariantError: a group is older than the proven bound."""
-        if self._batch or self._short:  # to look at the whole window whenever a group ends would be quadratic in it
+        if self.taken or self._short:  # to look at the whole window whenever a group ends would be quadratic in it
             return None
         if len(picked := self._pick()) < self.limits.groups_per_step:
             self._short = self.limits.groups_per_step - len(picked)
             self._anchor = next((group.group_id for group in self._unfinished()), None)
             return None
         for group_id in picked:
-            self._check_age(self._groups[group_id])
+            self._check_age(self.groups[group_id])
         for group_id in picked:
             self._move(group_id, GroupState.TAKEN)
-        self._batch = picked
+        self.taken = picked
         return self.batch
 
     def trained(self, version: PolicyVersion) -> Batch:
@@ -263,22 +226,24 @@ class GroupBuffer:
         batch = self.batch
         if batch is None:
             raise ValueError(f"{version} was trained, but no batch is out")
-        if version != PolicyVersion(self._trainer.incarnation, self._trainer.step + 1):
-            raise ValueError(f"{version} does not follow {self._trainer} by one step")
+        if version != PolicyVersion(self.trainer_version.incarnation, self.trainer_version.step + 1):
+            raise ValueError(f"{version} does not follow {self.trainer_version} by one step")
         for group in batch.groups:
             self._leave(group.group_id, Outcome.TRAINED)
-        self._batch = []
-        self._unpublished.append((version.step, len(batch.groups)))
-        self._trainer = version
+        self.taken = []
+        self.unpublished.append((version.step, len(batch.groups)))
+        self.trainer_version = version
         return batch
 
     def published(self, version: PolicyVersion) -> None:
         """Generators may be asked for `version` now; the slots of what was trained into it are free."""
-        if not self._published <= version <= self._trainer:
-            raise ValueError(f"{version} cannot be published after {self._published} by a trainer at {self._trainer}")
-        self._published = version
-        while self._unpublished and self._unpublished[0][0] <= version.step:
-            self._unpublished.popleft()
+        if not self.published_version <= version <= self.trainer_version:
+            raise ValueError(
+                f"{version} cannot be published after {self.published_version} by a trainer at {self.trainer_version}"
+            )
+        self.published_version = version
+        while self.unpublished and self.unpublished[0][0] <= version.step:
+            del self.unpublished[0]
 
     def restart_from(self, trainer: PolicyVersion) -> None:
         """The run was restored, and its trainer as a new incarnation at the same step.
@@ -287,16 +252,16 @@ class GroupBuffer:
         the trainer holds, or is still to make, belongs to the new incarnation. Raises ValueError: the trainer is at
         another step, or of an older incarnation.
         """
-        if trainer.step != self._trainer.step or trainer < self._trainer:
-            raise ValueError(f"a buffer at {self._trainer} does not go with a trainer restored to {trainer}")
-        self._trainer = trainer
-        self._batch = []
+        if trainer.step != self.trainer_version.step or trainer < self.trainer_version:
+            raise ValueError(f"a buffer at {self.trainer_version} does not go with a trainer restored to {trainer}")
+        self.trainer_version = trainer
+        self.taken = []
         back = {GroupState.RUNNING: GroupState.WAITING, GroupState.TAKEN: GroupState.FINISHED}
-        for group_id, group in self._groups.items():
+        for group_id, group in self.groups.items():
             version = group.min_version
             again = PolicyVersion(trainer.incarnation, version.step) if version.step >= trainer.step else version
             self._move(group_id, back.get(group.state, group.state), min_version=again)
-            if self._groups[group_id].state is GroupState.WAITING:
+            if self.groups[group_id].state is GroupState.WAITING:
                 self._waiting[group_id] = None
 
     # How.
@@ -304,17 +269,17 @@ class GroupBuffer:
     def _unfinished(self) -> Iterator[Group]:
         """Those that are WAITING or RUNNING, oldest first."""
         states = (GroupState.WAITING, GroupState.RUNNING)
-        return (group for group in self._groups.values() if group.state in states)
+        return (group for group in self.groups.values() if group.state in states)
 
     def _pick(self) -> list[int]:
         """The groups of the next batch that are ready."""
         needed = self.limits.groups_per_step
-        if self._batch:
+        if self.taken:
             return []
         picked: list[int] = []
         place = 0  # in the line of those that are left: it begins behind the groups that are chosen from its front
-        for group_id in self._line:
-            group = self._groups.get(group_id)
+        for group_id in self.line:
+            group = self.groups.get(group_id)
             finished = group is not None and group.state is GroupState.FINISHED
             if finished:
                 picked.append(group_id)
@@ -327,15 +292,15 @@ class GroupBuffer:
     def _check_age(self, group: Group) -> None:
         if group.oldest is None:
             return
-        age = self._trainer.step - group.oldest.step
+        age = self.trainer_version.step - group.oldest.step
         if not 0 <= age <= self.limits.bound:
             raise InvariantError(
-                f"{group} has a token of {group.oldest} and would be trained by {self._trainer}, {age} steps later; "
-                f"the bound is {self.limits.bound} ({self.limits.describe()})"
+                f"{group} has a token of {group.oldest} and would be trained by {self.trainer_version}, {age} steps "
+                f"later; the bound is {self.limits.bound} ({self.limits.describe()})"
             )
 
     def _active(self, group_id: int, *states: GroupState) -> Group:
-        group = self._groups.get(group_id)
+        group = self.groups.get(group_id)
         if group is None:
             raise ValueError(f"group {group_id} is not active")
         if states and group.state not in states:
@@ -348,28 +313,28 @@ class GroupBuffer:
             del self._waiting[group_id]
         if group.state is not GroupState.WAITING and to is not GroupState.FINISHED:
             self._short = 0
-        self._groups[group_id] = moved = replace(group, state=to, **changes)
+        self.groups[group_id] = moved = replace(group, state=to, **changes)
         return moved
 
     def _end(self, group_id: int, *, trainable: bool) -> None:
         if self.limits.deterministic:
-            self._time.end(group_id, trainable=trainable)
+            self.time.end(group_id, trainable=trainable)
         else:
-            self._undecided[group_id] = None
+            self.undecided[group_id] = None
 
     def _leave(self, group_id: int, outcome: Outcome) -> None:
-        del self._groups[group_id]
+        del self.groups[group_id]
         self._short = 0
         self._waiting.pop(group_id, None)
-        self._ended[outcome] += 1
+        self.ended[outcome] += 1
         if outcome is not Outcome.TRAINED:
-            del self._line[group_id]
-        while self._line and (front := next(iter(self._line))) not in self._groups:
-            del self._line[front]
+            del self.line[group_id]
+        while self.line and (front := next(iter(self.line))) not in self.groups:
+            del self.line[front]
 
     def _give_batch_up(self, group: Group) -> None:
         """Before a group leaves the batch that it was taken for."""
         if group.state is GroupState.TAKEN:
-            for group_id in self._batch:
+            for group_id in self.taken:
                 self._move(group_id, GroupState.FINISHED)
-            self._batch = []
+            self.taken = []

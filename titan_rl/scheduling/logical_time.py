@@ -10,49 +10,38 @@ depend on who is fast, on the number of generators, or on losses: a lost group i
 `README.md` proves the bound, S, and that nobody waits for itself.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from dataclasses import dataclass, field
 
 from titan_rl.errors import RollbackNeeded
 from titan_rl.scheduling.config import StalenessLimits
 
 
+@dataclass(slots=True)
 class LogicalTime:
-    """Of one run. `admitted` counts ids from 0, so it is the next id."""
+    """Of one run, whose limits are handed in. `admitted` counts ids from 0, so it is the next id."""
 
-    def __init__(self, limits: StalenessLimits) -> None:
-        self._limits = limits
-        self._decided = 0  # groups that are decided: all with smaller ids
-        self._trainable = 0  # of these
-        self._ended: dict[int, bool] = {}  # not decided yet: whether trainable
+    decided: int = 0
+    """Groups that are decided: all with smaller ids."""
+    trainable: int = 0
+    """Of these."""
+    ended: dict[int, bool] = field(default_factory=dict)
+    """Groups that are not decided yet: whether trainable."""
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"decided": self._decided, "trainable": self._trainable, "ended": dict(self._ended)}
-
-    @classmethod
-    def from_state_dict(cls, state: dict[str, Any], limits: StalenessLimits) -> LogicalTime:
-        time = cls(limits)
-        time._decided, time._trainable = state["decided"], state["trainable"]
-        time._ended = {int(group_id): trainable for group_id, trainable in state["ended"].items()}
-        return time
-
-    @property
-    def step(self) -> int:
+    def step(self, limits: StalenessLimits) -> int:
         """Of the newest version."""
-        return self._trainable // self._limits.groups_per_step
+        return self.trainable // limits.groups_per_step
 
-    def free_slots(self, admitted: int) -> int:
-        return self._limits.slots - (admitted - self._decided) - self._trainable % self._limits.groups_per_step
+    def free_slots(self, limits: StalenessLimits, admitted: int) -> int:
+        return limits.slots - (admitted - self.decided) - self.trainable % limits.groups_per_step
 
     def expected(self, admitted: int) -> int:
-        return self._trainable + admitted - self._decided
+        return self.trainable + admitted - self.decided
 
     def end(self, group_id: int, *, trainable: bool) -> None:
         """A group has ended. One that was lost after its decision ends again, and in the same way. Raises
         RollbackNeeded: it was decided to be trainable, and is not now."""
-        if group_id >= self._decided:
-            self._ended[group_id] = trainable
+        if group_id >= self.decided:
+            self.ended[group_id] = trainable
         elif not trainable:
             raise RollbackNeeded(
                 f"group {group_id} was lost after later groups had been admitted because it could be trained, and now "
@@ -60,13 +49,13 @@ class LogicalTime:
             )
 
     def waits(self, group_id: int) -> bool:
-        return group_id in self._ended
+        return group_id in self.ended
 
     def decide(self) -> int | None:
         """Decide the next group, by id; None: it has not ended yet."""
-        group_id = self._decided
-        if group_id not in self._ended:
+        group_id = self.decided
+        if group_id not in self.ended:
             return None
-        self._trainable += self._ended.pop(group_id)
-        self._decided += 1
+        self.trainable += self.ended.pop(group_id)
+        self.decided += 1
         return group_id

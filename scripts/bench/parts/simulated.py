@@ -14,12 +14,14 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.engine import StepOutput
 from titan_rl.generation.simulated_engine import SimulatedEngine, simulated_engine
 from titan_rl.planner.scenario import EngineSpeed, TrainerSpeed
 from titan_rl.seeding import derive_seed
@@ -54,9 +56,10 @@ def run_lengths(group_id: int, samples: int) -> list[int]:
     return [completion_length(group_id, sample) for sample in range(samples)]
 
 
-def _length_of(request: GenerationRequest) -> int:
+@cache
+def _length_of(request_id: str) -> int:
     """Greedy requests, which are evaluations, get one token."""
-    purpose, group_id, sample, *_ = request.request_id.split("-")
+    purpose, group_id, sample, *_ = request_id.split("-")
     return completion_length(int(group_id), int(sample)) if purpose == Purpose.TRAIN else 1
 
 
@@ -78,14 +81,23 @@ class Pace:
 class LongTailed(SimulatedEngine):
     """Its completions end when their length says so, not when a stop token happens to be made up."""
 
-    def __init__(self, pace: Pace, **settings: Any) -> None:
-        super().__init__(sleep=pace, **settings)
-        self._pace = pace
+    def __init__(self, config: GeneratorConfig, speed: EngineSpeed) -> None:
+        super().__init__(max_model_len=config.max_model_len, vocab_size=13, max_num_seqs=config.max_num_seqs)
+        self._speed = speed
+        self._pace = Pace()
+
+    def length_of(self, request: GenerationRequest) -> int:
+        return _length_of(request.request_id)
+
+    def step(self) -> StepOutput:
+        self._pace(self._speed.step_seconds(min(len(self.running()), self._max_num_seqs)))
+        return super().step()
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         if not self.has_work():
             self._pace.begin()
         super().load_weights(tensors, version)
+        self._pace(self._speed.seconds_per_load)
 
     def add(self, request: GenerationRequest) -> None:
         if not self.has_work():
@@ -95,27 +107,18 @@ class LongTailed(SimulatedEngine):
 
 def long_tailed(config: GeneratorConfig, model_path: str, device: str) -> SimulatedEngine:
     """For `generator.engine`."""
-    return LongTailed(
-        Pace(),
-        max_model_len=config.max_model_len,
-        vocab_size=13,
-        max_num_seqs=config.max_num_seqs,
-        seconds_per_step=ENGINE.seconds_per_step,
-        seconds_per_sequence=ENGINE.seconds_per_sequence,
-        seconds_per_load=ENGINE.seconds_per_load,
-        completion_length=_length_of,
-    )
+    return LongTailed(config, ENGINE)
+
+
+class Steady(LongTailed):
+    """Every request gets all its tokens."""
+
+    length_of = SimulatedEngine.length_of
 
 
 def steady(config: GeneratorConfig, model_path: str, device: str) -> SimulatedEngine:
-    """For `generator.engine`. Every request gets all its tokens, at a pace that four of these keep on two cores."""
-    return LongTailed(
-        Pace(),
-        max_model_len=config.max_model_len,
-        vocab_size=13,
-        max_num_seqs=config.max_num_seqs,
-        seconds_per_step=STEADY_SECONDS,
-    )
+    """For `generator.engine`, at a pace that four of these keep on two cores."""
+    return Steady(config, EngineSpeed(seconds_per_step=STEADY_SECONDS))
 
 
 class SimulatedTrainer:
