@@ -118,6 +118,20 @@ def test_an_answer_that_comes_back_is_the_turn_that_it_was(chat: Renderer, turn:
         assert chat_of(dialect, body).messages[1:] == [turn], dialect
 
 
+@pytest.mark.parametrize("name", ["chat", "responses", "anthropic"])
+def test_the_id_and_name_of_a_call_come_before_its_arguments(chat: Renderer, name: str) -> None:
+    calls = (ToolCall("look", {"word": "x"}, id="call-1"), ToolCall("add", {"terms": [1]}, id="call-2"))
+    answer, said = answer_in(DIALECTS[name], chat), delta_of(Message("assistant", "", calls))
+    events = [json.dumps(event) for event in answer.events(said)]
+    told = [json.dumps(json.dumps(call.arguments)) for call in calls]
+    first = [
+        next(place for place, event in enumerate(events) if text in event)
+        for text in ("call-1", told[0], "call-2", told[1])
+    ]
+    assert first == sorted({*first}), "each in an event of its own"
+    assert all(call.name in events[place] for call, place in zip(calls, first[::2], strict=True))
+
+
 @EVERY
 def test_each_piece_of_a_text_is_an_event_of_its_own(chat: Renderer, dialect: Dialect) -> None:
     answer, last = answer_in(dialect, chat), delta_of(Message("assistant", "one two three"))

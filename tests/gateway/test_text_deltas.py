@@ -117,9 +117,9 @@ def deltas_of(renderer: Renderer, prompt: list[int], stops: Sequence[str], tools
     return StreamedText(
         renderer.decode,
         stops=stops,
-        parse=lambda tokens: renderer.parse(tokens, FinishReason.LENGTH, prompt, tools),
+        parse=lambda tokens, end: renderer.parse([*tokens, *end], FinishReason.LENGTH, prompt, tools),
         thought_end=renderer.encode("</think>"),
-        calls=bool(tools),
+        tools=[tool.name for tool in tools],
     )
 
 
@@ -244,10 +244,10 @@ def test_thinking_is_not_content_and_content_follows_it_at_once(chat: Renderer) 
 def test_a_long_thought_is_not_read_again_at_every_token(chat: Renderer) -> None:
     reads = 0
 
-    def parse(tokens: Sequence[int]) -> Message:
+    def parse(tokens: Sequence[int], end: Sequence[int]) -> Message:
         nonlocal reads
         reads += 1
-        return chat.parse(tokens, FinishReason.LENGTH)
+        return chat.parse([*tokens, *end], FinishReason.LENGTH)
 
     deltas = StreamedText(chat.decode, parse=parse, thought_end=chat.encode("</think>"))
     deltas.add(chat.encode("<think>"))

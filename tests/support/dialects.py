@@ -41,6 +41,16 @@ def present(**fields: Any) -> Json:
     return {name: value for name, value in fields.items() if value}
 
 
+def join_calls(calls: list[Json], parts: Sequence[Json]) -> None:
+    """Put parts of streamed calls together, as clients do: the first one of each has its id and name."""
+    for part in parts:
+        if part["index"] == len(calls):
+            assert part["id"] and part["function"]["name"] and not part["function"]["arguments"]
+            calls.append(part)
+        else:
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+
+
 class Chats:
     path = "/v1/chat/completions"
 
@@ -92,7 +102,7 @@ class Chats:
             choice = chunk.model_dump()["choices"][0]
             for name in ("content", "reasoning_content"):
                 said[name] += choice["delta"].get(name) or ""
-            said["tool_calls"] += choice["delta"].get("tool_calls") or []
+            join_calls(said["tool_calls"], choice["delta"].get("tool_calls") or [])
         return self.answer({"choices": [{"message": said, "finish_reason": choice["finish_reason"]}]})
 
 

@@ -15,6 +15,12 @@ FORMATS = (
     *("qwen3", "qwen3.5", "qwen3.6", "glm-4.5", "glm-5", "kimi-k2", "kimi-k2.5", "llama-3", "minimax-m2"),
     *("nemotron-3", "deepseek-v3", "hy3", "laguna-xs.2"),
 )
+EVERY_FORMAT = (
+    *FORMATS,
+    *("prime-qwen3", "qwen3.8", "qwen3-vl", "gemma4", "glm-5.1", "glm-5.3", "inkling", "gpt-oss", "laguna-m.1"),
+    *("laguna-xs-2.1", "laguna-s-2.1", "nemotron-3-ultra", "nemotron-3.5", "deepseek-r1", "deepseek-v4"),
+)
+"""All that the library has, but for the one that runs a tokenizer's own chat template."""
 TOOLS = (
     ToolSpec("add", "Adds.", {"type": "object", "properties": {"terms": {"type": "array"}}}),
     ToolSpec("look_up", "", {"type": "object", "properties": {"word": {"type": "string"}}}),

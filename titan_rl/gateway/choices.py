@@ -7,9 +7,13 @@ might change is held back:
 - in a chat, text that may be the beginning of a tool call or of thinking, and trailing white space, which a chat format
   may strip. From the first such mark on, all text is held back until the renderer has parsed the whole turn.
 
-Thinking is read in the same way while it goes on, up to any mark in it. A tool call is read whole when it is closed:
-until then it may turn out to be none, and its text is content. Both are read only if they stay the same should thinking
-end here (`</think>`), because a thought may hold what looks like a call.
+What was content before a mark stays content. Where a format would take it back at the mark, as Llama 3's does at a
+header in the middle of a turn, the mark and all behind it are content too.
+
+Thinking is read in the same way while it goes on, up to any mark in it. A tool call is certain from the token on that
+closes it, its name no sooner than its arguments: in every format a call whose name is complete may still be cut off or
+go on with what cannot be read, and then its text is content, streamed or not. Both are read only if they stay the same
+should thinking end here (`</think>`), because a thought may hold what looks like a call.
 
     tokens  "Hi ", "<too", "l_call>{…"    stop text "!"
     deltas  "Hi",  "",     "",            rest: " …", or nothing when the call is read as one
@@ -18,6 +22,7 @@ Each token costs the decoding of a few, however long the completion is.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,7 +43,8 @@ LONGEST_MARK = 80
 """Characters of a mark such as `<tool_call>`; what is longer is text."""
 
 _THINK = r"</?(?:think|thinking|reasoning)>"
-_CALL = r"<[^<>\s]{0,80}(?:tool|call|func|invoke|arg|think|\||｜)[^<>\s]{0,80}>|\[/?[A-Z]+(?:_[A-Z]+)+\]"
+_CALL = r"<[^<>\s]{0,80}(?:(?:tool|call|func|invoke|arg|think|assistant)[^<>\s]{0,80}>|[|｜][^<>\s]{0,80}[>\s])"
+_CALL += r"|\[/?[A-Z]+(?:_[A-Z]+)+\]"
 _MARK = re.compile(f"(?P<think>{_THINK})|{_CALL}", re.IGNORECASE)
 _MARK_BEGINS = re.compile(rf"(?:<[^<>\s]{{0,{LONGEST_MARK}}}|\[/?[A-Za-z_]{{0,{LONGEST_MARK}}})\Z")
 
@@ -69,19 +75,18 @@ class StreamedText:
         decode: Callable[[Sequence[int]], str],
         *,
         stops: Sequence[str] = (),
-        parse: Callable[[Sequence[int]], Message] | None = None,
+        parse: Callable[[Sequence[int], Sequence[int]], Message] | None = None,
         thought_end: Sequence[int] = (),
-        calls: bool = False,
+        tools: Sequence[str] = (),
     ) -> None:
-        """`stops`: texts that end the completion. `parse`: of a chat, how a turn of these tokens reads that was cut off
-        here; None: all text is content. `thought_end`: the tokens of `</think>`; empty: thoughts and calls are not read
-        before the end. `calls`: whether the policy may call tools, in some formats by a turn that is nothing but
-        JSON."""
+        """`stops`: texts that end the completion. `parse`: of a chat, how a turn of these tokens, and others that end
+        its thought, reads that was cut off here; None: all text is content. `thought_end`: the tokens of `</think>`;
+        empty: thoughts and calls are not read before the end. `tools`: those that the policy may call."""
         self._decode = decode
         self._stops = stops
         self._parse = parse
         self._thought_end = thought_end
-        self._may_call = calls
+        self._tools = tools
         self.tokens: list[int] = []
         self.sure = ""
         """Text that later tokens cannot change."""
@@ -115,10 +120,12 @@ class StreamedText:
             begin, reasoning = self._find_content(before, end)
         if begin is not None:
             end = self._before_mark(begin, max(begin, self._sent), end)
-        if begin is None or end <= begin or (self._may_call and self.sure[begin] in "{["):
+        if begin is None or end <= begin:
             return News("", reasoning, calls)
-        if self._begin is None:  # for good: what was sent is not taken back
-            self._begin = self._sent = begin
+        if self._begin is None:
+            if _may_be_call(self.sure[begin:end], self._tools):
+                return News("", reasoning, calls)
+            self._begin = self._sent = begin  # for good: what was sent is not taken back
         return News(self._send(end), reasoning, calls)
 
     def rest(self, said: Message) -> News:
@@ -167,13 +174,13 @@ class StreamedText:
             self._near = max(self._near, count + PARSE_NEAR)
         if count <= self._near or count >= self._parsed * 17 // 16:
             self._parsed = count
-            said = self._parse(self.tokens)
+            said = self._parse(self.tokens, ())
             begin = self._tail(said.content)
             if begin is not None and said.reasoning.startswith(self._reasoning):
                 new, self._reasoning = said.reasoning[len(self._reasoning) :], said.reasoning
                 return begin, new
             if self._thought is None and said.reasoning and self._thought_end:
-                said = self._parse([*self.tokens, *self._thought_end])
+                said = self._parse(self.tokens, self._thought_end)
                 self._thought = None if said.content else self._tail(said.reasoning)
         if self._thought is None:
             return begin, ""
@@ -193,13 +200,13 @@ class StreamedText:
 
     def _new_calls(self, before: int) -> tuple[ToolCall, ...]:
         """Calls that were closed, and are certain. Each format has marks of its own, and any may close one."""
-        if not (self._may_call and self._thought_end):
+        if not (self._tools and self._thought_end):
             return ()
         assert self._parse is not None
         marks = _MARK.finditer(self.sure, max(0, before - LONGEST_MARK - 2))
         if not any(mark.end() > before and mark["think"] is None for mark in marks):
             return ()
-        now, later = (_readable(self._parse([*self.tokens, *end])) for end in ((), self._thought_end))
+        now, later = (_readable(self._parse(self.tokens, end)) for end in ((), self._thought_end))
         sent = len(self._calls)
         if now != later or now[:sent] != self._calls:
             return ()
@@ -214,6 +221,11 @@ class StreamedText:
         elif begins := _MARK_BEGINS.search(self.sure, max(start, len(self.sure) - LONGEST_MARK - 2)):
             end = min(end, begins.start())
         return begin + len(self.sure[begin:end].rstrip())
+
+
+def _may_be_call(text: str, tools: Sequence[str]) -> bool:
+    """Whether a turn whose content begins so may be a call without a mark before it: nothing but JSON, or a name."""
+    return bool(tools) and (text[:1] in "{[" or any(name.startswith(text.strip()) for name in tools))
 
 
 def _readable(said: Message) -> tuple[ToolCall, ...]:
@@ -232,15 +244,18 @@ class ChoiceReader:
         self._stop = call.stop
         self._renderer = renderer
         self._thought_end: list[int] = []
+        self._tools = [] if self._chat is None else [tool.name for tool in self._chat.tools]
+        self._kept: tuple[int, Message] | None = None  # where a mark begins behind content, and the turn up to there
+        self._searched = 0  # characters that were searched for that mark
         if self._chat is not None:
             with suppress(TaskError):  # a tokenizer that cannot write it has no thoughts
                 self._thought_end = renderer.encode(THOUGHT_END)
         self._text = StreamedText(
             renderer.decode,
             stops=call.stop,
-            parse=None if self._chat is None else lambda tokens: self._parse(tokens, FinishReason.LENGTH),
+            parse=None if self._chat is None else lambda tokens, end: self._parse([*tokens], FinishReason.LENGTH, end),
             thought_end=self._thought_end,
-            calls=self._chat is not None and bool(self._chat.tools),
+            tools=self._tools,
         )
         self._wants_logprobs = call.logprobs is not None
         self._pieces: list[Piece] = []
@@ -293,8 +308,9 @@ class ChoiceReader:
             content = message.content + "".join(call.raw for call in message.tool_calls)
             if message.reasoning and not content and not message.tool_calls:
                 # A thought that was cut off reads as if it had ended there; some formats strip only one that ended.
-                thought = self._parse([*turn, *self._thought_end], FinishReason.LENGTH)
-                message = message if thought.content else thought
+                thought = self._parse(turn, FinishReason.LENGTH, self._thought_end)
+                other = thought.content or THOUGHT_END in thought.reasoning  # thoughts end in another way here
+                message = message if other else thought
             message = message._replace(
                 content=content[: self._first_stop(content)],
                 reasoning=message.reasoning[: self._first_stop(message.reasoning)],
@@ -303,9 +319,38 @@ class ChoiceReader:
         stop_text = next((stop for stop in self._stop if ended_by.startswith(stop)), "")
         return Choice(completion=completion, message=message, stopped=stopped, stop_text=stop_text)
 
-    def _parse(self, tokens: Sequence[int], reason: FinishReason) -> Message:
+    def _parse(self, tokens: list[int], reason: FinishReason, end: Sequence[int] = ()) -> Message:
+        """How a turn of these tokens, the completion's first ones, and of those of `end` reads."""
+        turn = tokens[:-1] if reason is FinishReason.STOP else tokens
+        said = self._as_format([*tokens, *end], reason)
+        if self._kept is None:
+            self._keep(turn)
+        place, kept = self._kept or (0, said)
+        if said.content.startswith(kept.content) and said.reasoning.startswith(kept.reasoning):
+            return said
+        text = self._renderer.decode([*turn, *end])
+        return kept._replace(content=kept.content + text[place:]) if len(text) > place else said
+
+    def _as_format(self, tokens: Sequence[int], reason: FinishReason) -> Message:
         assert self._chat is not None
-        return self._renderer.parse(tokens, reason, self._prompt, self._chat.tools)
+        said = self._renderer.parse(tokens, reason, self._prompt, self._chat.tools)
+        # GLM's formats strip it only beside calls
+        return said._replace(content=said.content.lstrip()) if self._tools else said
+
+    def _keep(self, turn: list[int]) -> None:
+        """Find the first mark that has content before it: up to there it may have been streamed."""
+        text = self._renderer.decode(turn)
+        for mark in _MARK.finditer(text, self._searched):
+            self._searched = mark.end()
+            if mark["think"] is not None or not mark.start():
+                continue
+            ends = range(len(turn) + 1)
+            before = bisect_right(ends, mark.start(), key=lambda end: len(self._renderer.decode(turn[:end]))) - 1
+            said = self._as_format(turn[:before], FinishReason.LENGTH)
+            if content := said.content.rstrip():
+                kept = len(text[: mark.start()].rstrip()), said._replace(content=content)
+                self._kept = (0, Message("assistant", "")) if _may_be_call(content, self._tools) else kept
+                return
 
     def _delta(self, news: News, new: Piece, choice: Choice | None = None) -> Delta:
         first_call, self._called = self._called, self._called + len(news.calls)
@@ -347,9 +392,9 @@ class ChoiceReader:
 
     def _tokens_until_stop(self, tokens: Sequence[int]) -> int:
         """The least number of tokens whose text holds a stop text."""
-        low, high = 1, len(tokens)
-        while low < high:
-            middle = (low + high) // 2
-            text = self._renderer.decode(tokens[:middle])
-            low, high = (low, middle) if self._first_stop(text) < len(text) else (middle + 1, high)
-        return low
+
+        def holds_one(end: int) -> bool:
+            text = self._renderer.decode(tokens[:end])
+            return self._first_stop(text) < len(text)
+
+        return bisect_left(range(len(tokens)), True, 1, key=holds_one)

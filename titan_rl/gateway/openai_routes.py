@@ -10,7 +10,7 @@ import time
 import uuid
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -142,14 +142,21 @@ class ChatAnswer(OpenAIAnswer):
             content["content"] = None
         return self._choice_json(delta, {"message": content}, self._logprobs(delta))
 
-    def events(self, delta: Delta) -> Iterable[Json]:
+    def events(self, delta: Delta) -> Iterator[Json]:
         content = self._content(delta)
-        for place, call in enumerate(content.get("tool_calls", ()), delta.first_call):
-            call["index"] = place
-        if delta.choice is None:
-            return [self._chunk(delta, content)]
-        last = self._chunk(replace(delta, tokens=[], logprobs=[]), {})
-        return [self._chunk(replace(delta, choice=None), content), last] if content or delta.tokens else [last]
+        calls = content.pop("tool_calls", [])
+        parts = [content] if content or not calls else []
+        for place, call in enumerate(calls, delta.first_call):  # its id and name come before its arguments
+            told = {"name": call["function"]["name"], "arguments": ""}
+            parts.append({"tool_calls": [{"index": place, **call, "function": told}]})
+            told = {"arguments": call["function"]["arguments"]}
+            parts.append({"tool_calls": [{"index": place, "function": told}]})
+        if delta.choice is not None and (parts[0] or delta.tokens):
+            parts.append({})
+        for part in parts[:-1]:
+            yield self._chunk(replace(delta, choice=None), part)
+            delta = replace(delta, tokens=[], logprobs=[])
+        yield self._chunk(delta, parts[-1])
 
     def _chunk(self, delta: Delta, content: Json) -> Json:
         return self.chunk([self._choice_json(delta, {"delta": content}, self._logprobs(delta))])
