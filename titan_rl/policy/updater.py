@@ -34,8 +34,8 @@ from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
+from titan_rl.policy.models import checkpoint
 from titan_rl.policy.models.architecture import read_shape
-from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.preferences import Preferences
@@ -65,7 +65,7 @@ def import_torchtitan(device: str) -> None:
 
 def _shards_of(tensors: Mapping[str, Tensor]) -> list[TensorShard]:
     """This rank's, empty ones left out."""
-    return [shard for name, tensor in tensors.items() if (shard := local_shard(name, tensor)).data.numel()]
+    return [shard for name, tensor in tensors.items() if (shard := checkpoint.local_shard(name, tensor)).data.numel()]
 
 
 def _data(shards: Sequence[TensorShard]) -> list[Tensor]:
@@ -122,8 +122,14 @@ class PolicyUpdater:
         self.samples: SampleSource = SharedMemorySource()
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
-        load_weights(self._policy, model_path)
+        checkpoint.load_weights(self._policy, model_path)
         self._shards = _shards_of(self._policy.tensors)
+        self._marks: list[TensorShard] = []  # of a state of adapters: what they belong to
+        if config.lora.r:
+            checkpoint.reset_adapters(self._policy, seed)
+            base = checkpoint.base_fingerprint(self._shards)
+            mark = f"adapters of base {base:x} with lora_alpha {config.lora.lora_alpha:g}"
+            self._marks = [TensorShard.whole(mark, torch.tensor(0))]
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._critic = Critic(config, shape.dim, self._device) if config.critic.coefficient else None
         self._reference: Policy | None = None
@@ -178,7 +184,7 @@ class PolicyUpdater:
             self._reference = frozen_copy(self._policy, self._config)
         else:
             self._reference = frozen_policy(read_shape(self._teacher), self._config, beside=self._policy)
-            load_weights(self._reference, self._teacher)
+            checkpoint.load_weights(self._reference, self._teacher)
 
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None
@@ -205,15 +211,24 @@ class PolicyUpdater:
         return metrics
 
     def local_shards(self) -> Sequence[TensorShard]:
-        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
-        return self._shards
+        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`). With
+        LoRA: the adapters as they are published, whole on every rank."""
+        if self.base is None:
+            return self._shards
+        whole = {name: checkpoint.whole_tensor(tensor) for name, tensor in self._policy.trained.items()}
+        return [TensorShard.whole(*each) for each in checkpoint.scaled(whole, self._config.lora).items()]
+
+    @property
+    def base(self) -> Sequence[TensorShard] | None:
+        """With LoRA: this rank's parts of the weights that it adapts."""
+        return self._shards if self._config.lora.r else None
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         StorageError, on all ranks, if rank 0 could not write it, TrainingError as `begin_save`."""
         self._raise_if_torn()
         try:
-            save_whole(directory, self._source, self._policy.tensors, self._config.dtype)
+            checkpoint.save_whole(directory, self._source, self._policy.trained, self._config)
         except WeightsError as error:
             raise StorageError(f"step {self.step}: {error}") from error
 
@@ -224,7 +239,7 @@ class PolicyUpdater:
             raise TrainingError("there is nothing to save before the first step")
         self._raise_if_torn()
         step = TensorShard.whole("step", torch.tensor(self.step))
-        self._writer.begin([*self._state, *self._frozen(), step], directory)
+        self._writer.begin([*self._state, *self._frozen(), *self._marks, step], directory)
 
     def _raise_if_torn(self) -> None:
         if self._torn:
@@ -240,7 +255,7 @@ class PolicyUpdater:
         if self._config.kl.coefficient:
             self.freeze_reference()
         step = torch.tensor(0)
-        read_state([*self._state, *self._frozen(), TensorShard.whole("step", step)], directory)
+        read_state([*self._state, *self._frozen(), *self._marks, TensorShard.whole("step", step)], directory)
         self.step, self.incarnation, self._torn = int(step), incarnation, False
         self._optimizer.set_step(self.step)
 
@@ -262,12 +277,12 @@ class PolicyUpdater:
     def _state(self) -> list[TensorShard]:
         """This rank's part of all that steps change, which stays where it is."""
         critic = self._critic.tensors if self._critic else {}
-        parts = {WEIGHTS: self._policy.tensors, MOMENTS: self._optimizer.tensors, CRITIC: critic}
+        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.tensors, CRITIC: critic}
         return _shards_of({of + name: tensor for of, part in parts.items() for name, tensor in part.items()})
 
     def _frozen(self) -> list[TensorShard]:
         """Of the reference, if a file does not have it."""
-        frozen = {} if self._reference is None or self._teacher else self._reference.tensors
+        frozen = {} if self._reference is None or self._teacher else self._reference.trained
         return _shards_of({REFERENCE + name: tensor for name, tensor in frozen.items()})
 
     def _optimize(

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from torch import Tensor
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
+from titan_rl.weights.adapters import adapted
 from titan_rl.weights.fingerprint import shard_sum, unsigned
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
@@ -79,6 +80,7 @@ class SharedMemoryPublisher:
         directory: Path = DIRECTORY,
     ) -> None:
         self._channel = channel
+        self._rank = rank
         self._ranks = Ranks(group)
         self._max_live = max_live
         self._hosts = tuple(dict.fromkeys(hosts)) or (os.environ.get(HOST, "host0"),)
@@ -96,6 +98,7 @@ class SharedMemoryPublisher:
         *,
         dtype: torch.dtype,
         aliases: Sequence[tuple[str, str]] = (),
+        base: Sequence[TensorShard] | None = None,
     ) -> Publication:
         """Store this rank's shards in a free slot, cast to `dtype`. Collective.
 
@@ -103,6 +106,8 @@ class SharedMemoryPublisher:
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
             aliases: `(name, name of a shard)` of tensors that share another's bytes.
+            base: this rank's shards of the weights that LoRA adapts. Then `shards` are the adapters, whole and the same
+                on all ranks; they are stored in float32, and engines compute with what they make of the base.
 
         Raises:
             WeightsError: on all ranks, and no version is harmed: no free slot (names the live versions), shards
@@ -110,14 +115,22 @@ class SharedMemoryPublisher:
         """
         what = f"publishing {self._channel} {version}"
         slot, mine = self._ranks.together(what, lambda: (self._free_slot(version), list(shards)))
-        shapes = {shard.name: tuple(shard.global_shape) for shard in mine}
-        versions, everyones = zip(*self._ranks.gather(((version, slot), shapes)), strict=True)
+        shapes = [{shard.name: tuple(shard.global_shape) for shard in part} for part in (mine, base or ())]
+        versions, everyones, bases = zip(*self._ranks.gather(((version, slot), *shapes)), strict=True)
         if len({*versions}) > 1:
             raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {[*versions]}")
-        layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, tuple(aliases)))
+        stored = dtype if base is None else torch.float32
+        layout = self._ranks.together(what, lambda: _merged_layout(everyones, stored, tuple(aliases)))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
+        served: tuple[TensorEntry, ...] = ()
+        if base is not None:
+            adapters = {shard.name: shard.data for shard in mine}
+            whole = self._ranks.together(what, lambda: _merged_layout(bases, dtype, ()))
+            made = (replace(each, data=adapted(each, adapters, dtype)[()].to(dtype)) for each in base if each.counted)
+            served = _written(self._ranks, what, None, whole, made).entries
+            written = written if self._rank == 0 else []
         segment = self._open(what, slot, layout)
-        manifest = _written(self._ranks, what, segment, layout, written)
+        manifest = replace(_written(self._ranks, what, segment, layout, written), served=served)
         if self._exchange is not None:
             self._exchange.complete(what, segment, layout, written)
         self._live[version] = slot
@@ -259,19 +272,25 @@ _WAYS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
 """By type of device: bytes written at a time; what writes them, and returns what to take the fingerprint of."""
 
 
-def _written(ranks: Ranks, what: str, segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Manifest:
-    """Store the shards; returns the layout with the fingerprints of these and of the other ranks'. Collective."""
+def _written(
+    ranks: Ranks, what: str, segment: Tensor | None, layout: Manifest, shards: Iterable[TensorShard]
+) -> Manifest:
+    """Store the shards, where there is a segment; returns the layout with the fingerprints of these and of the other
+    ranks'. Collective."""
     indices = {entry.name: index for index, entry in enumerate(layout.entries)}
-    elements, device = [0] * len(indices), shards[0].data.device if shards else "cpu"
 
     def write() -> Tensor:
-        fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
+        sums: list[list[Any]] = [[0] * len(indices), [0] * len(indices)]  # fingerprints and elements
         for shard in shards:
             index = indices[shard.name]
-            fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
-            elements[index] += shard.data.numel()
-        # To read the sums is to wait for the copies, which were queued before.
-        return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
+            if segment is None:
+                sums[0][index] += shard_sum(shard.data, shard.global_shape, shard.offset)
+            else:
+                sums[0][index] += _write_shard(shard, layout.entries[index].view(segment))
+            sums[1][index] += shard.data.numel()
+        return torch.tensor(
+            sums, dtype=torch.int64
+        )  # reads the sums, which waits for the copies that were queued before
 
     sums = ranks.together(what, write)
     ranks.add(sums)

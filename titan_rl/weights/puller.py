@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from titan_rl.errors import WeightsError
+from titan_rl.weights.adapters import adapted
 from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, shard_sum, signed, unsigned
 from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
-from titan_rl.weights.tensor_files import write_shards
+from titan_rl.weights.tensor_files import shards_of_files, write_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +31,19 @@ _NAMED = 6
 
 
 class SharedMemoryReader:
-    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread. `page_lock`: see
-    `map_tensor`."""
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread.
 
-    def __init__(self, *, page_lock: bool = True) -> None:
+    Args:
+        base: the checkpoint directory that adapters were trained on; its tensors stay mapped once they are needed.
+        device: where effective weights are computed.
+        page_lock: see `map_tensor`.
+    """
+
+    def __init__(self, base: Path | None = None, device: str = "cpu", *, page_lock: bool = True) -> None:
         self._page_lock = page_lock
+        self._directory = base
+        self._base: dict[str, TensorShard] = {}
+        self._device = device
         self._mapped: dict[Path, tuple[Tensor, Identity]] = {}  # the bytes [N] uint8, and of which file
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
@@ -45,6 +54,20 @@ class SharedMemoryReader:
         """
         content = self._content(publication)
         return ((entry.name, entry.view(content)) for entry in publication.manifest.entries)
+
+    def served(self, publication: Publication) -> Iterator[tuple[str, Any]]:
+        """As `tensors`, of the weights that engines compute with: of those that LoRA adapts, an `AdaptedTensor`. What
+        the base lacks is missing."""
+        stored, served = self.tensors(publication), publication.manifest.served
+        if not served:
+            yield from stored
+            return
+        if not self._base and self._directory is not None:
+            self._base = {shard.name: shard for shard in shards_of_files(self._directory)}
+        adapters = dict(stored)
+        for entry in served:
+            if (base := self._base.get(entry.name)) is not None:
+                yield entry.name, adapted(base, adapters, getattr(torch, entry.dtype), self._device)
 
     def _content(self, publication: Publication) -> Tensor:
         path = segment_at(publication.location)
