@@ -13,12 +13,12 @@ import torch
 import weight_examples
 from safetensors.torch import save_file
 from torch import Tensor
-from weight_examples import EMBEDDING, TIED, Engine, bits, publisher_in, whole_shards
+from weight_examples import EMBEDDING, TIED, Engine, bits, publisher_in, shard_fingerprint, whole_shards
 
 from titan_rl.errors import WeightsError
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.adapters import adapted
-from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
+from titan_rl.weights.fingerprint import combined_fingerprint, signed
 from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.puller import SharedMemoryReader, save_publication, verify
@@ -70,7 +70,7 @@ def test_every_box_has_the_bits_of_the_sum_term_by_term(base: dict[str, Tensor],
         assert torch.equal(bits(part), bits(expected[box]))
         assert torch.equal(bits(part), bits(adapted(TensorShard.whole(name, whole), own, dtype)[box]))
         total += shard_fingerprint(part, SHAPES[name], (rows[0], columns[0]))
-    assert total % 2**64 == shard_fingerprint(expected, SHAPES[name], (0, 0))
+    assert signed(total) == shard_fingerprint(expected, SHAPES[name], (0, 0))
     assert torch.equal(whole, before)
 
 

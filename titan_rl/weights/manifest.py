@@ -73,7 +73,7 @@ class TensorEntry:
     """Bytes from the start of the publication."""
     nbytes: int
     fingerprint: int
-    """Unsigned 64-bit."""
+    """Signed 64-bit."""
 
     def view(self, content: Tensor) -> Tensor:
         """The tensor in the bytes of a publication."""

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
 from titan_rl.weights.adapters import adapted
-from titan_rl.weights.fingerprint import shard_sum, unsigned
+from titan_rl.weights.fingerprint import shard_sum, sums_by_name
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
@@ -277,29 +277,24 @@ def _written(
 ) -> Manifest:
     """Store the shards, where there is a segment; returns the layout with the fingerprints of these and of the other
     ranks'. Collective."""
-    indices = {entry.name: index for index, entry in enumerate(layout.entries)}
+    entries = {entry.name: entry for entry in layout.entries}
 
-    def write() -> Tensor:
-        sums: list[list[Any]] = [[0] * len(indices), [0] * len(indices)]  # fingerprints and elements
+    def parts() -> Iterator[tuple[str, Tensor, int]]:
         for shard in shards:
-            index = indices[shard.name]
             if segment is None:
-                sums[0][index] += shard_sum(shard.data, shard.global_shape, shard.offset)
+                total = shard_sum(shard.data, shard.global_shape, shard.offset)
             else:
-                sums[0][index] += _write_shard(shard, layout.entries[index].view(segment))
-            sums[1][index] += shard.data.numel()
-        return torch.tensor(
-            sums, dtype=torch.int64
-        )  # reads the sums, which waits for the copies that were queued before
+                total = _write_shard(shard, entries[shard.name].view(segment))
+            yield shard.name, total, shard.data.numel()
 
-    sums = ranks.together(what, write)
+    # To read the sums is to wait for the copies, which were queued before.
+    sums = ranks.together(what, lambda: sums_by_name(entries, parts()))
     ranks.add(sums)
     found = list(zip(layout.entries, *sums.tolist(), strict=True))
     if gaps := [each for each in found if each[2] != math.prod(each[0].shape)]:
         missing = (f"{count} of {math.prod(entry.shape)} elements of {entry.name}" for entry, _, count in gaps)
         raise WeightsError(f"{what}: the ranks' shards hold {', '.join(missing)}")
-    entries = tuple(replace(entry, fingerprint=unsigned(fingerprint)) for entry, fingerprint, _ in found)
-    return replace(layout, entries=entries)
+    return replace(layout, entries=tuple(replace(entry, fingerprint=each) for entry, each, _ in found))
 
 
 def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from titan_rl.directories import replacing
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.policy.config import LoraConfig, TrainerConfig
 from titan_rl.weights.adapters import adapted
-from titan_rl.weights.fingerprint import shard_fingerprint, signed
+from titan_rl.weights.fingerprint import shard_sum
 from titan_rl.weights.manifest import LM_HEAD, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.tensor_files import shards_of_files
@@ -79,8 +79,9 @@ def reset_adapters(policy: Policy, seed: int) -> None:
 
 def base_fingerprint(shards: Sequence[TensorShard]) -> int:
     """The sum of all weights' fingerprints, in any layout of ranks. Collective."""
-    mine = (shard_fingerprint(each.data, each.global_shape, each.offset) for each in shards if each.counted)
-    total = torch.tensor(signed(sum(mine)))
+    total = torch.tensor(0)
+    for shard in shards:
+        total += shard.counted * shard_sum(shard.data, shard.global_shape, shard.offset).cpu()
     Ranks(dist.group.WORLD).add(total)
     return int(total)
 
