@@ -174,11 +174,9 @@ class SharedMemoryPublisher:
             raise WeightsError("the publisher is closed")
         if version in self._live:
             raise WeightsError("this version is published already")
-        used = set(self._live.values())
-        for slot in range(self._max_live):
-            if slot not in used:
-                return slot
-        raise WeightsError(f"no free segment, max_live is {self._max_live}; release one of {self._live_names()}")
+        if not (free := set(range(self._max_live)) - set(self._live.values())):
+            raise WeightsError(f"no free segment, max_live is {self._max_live}; release one of {self._live_names()}")
+        return min(free)
 
     def _live_names(self) -> str:
         return ", ".join(map(str, sorted(self._live))) or "none"
