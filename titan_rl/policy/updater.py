@@ -154,15 +154,12 @@ class PolicyUpdater:
         """One supervised step on demonstrations: cross entropy of their responses, or DPO. No policy version.
 
         The first call makes an optimizer of its own, the first `train_step` throws it away. Of a demonstration, only
-        token ids, loss mask and which one of a pair it is are used. Raises as `train_step`; also when RL has begun, or
-        `trainer.warmup.steps` is 0.
+        token ids, loss mask and which one of a pair it is are used. Raises as `train_step`; also when RL has begun.
         """
         from titan_rl.policy.optimizer import warm_up_optimizer
 
         if self.step:
             raise TrainingError(f"a warm-up step was asked for after {self.step} RL steps")
-        if not self._config.warmup.steps:
-            raise TrainingError("a warm-up step was asked for, but trainer.warmup.steps is 0")
         if self._warm_up is None:
             self._warm_up = warm_up_optimizer(self._config.warmup, self._policy.module)
             if self._config.warmup.dpo_beta:
@@ -174,17 +171,11 @@ class PolicyUpdater:
 
     def freeze_reference(self) -> None:
         """Compare the policy from now on with its weights as they are now, or with the teacher: the KL term of the
-        loss. Raises TrainingError if `trainer.kl.coefficient` is 0."""
-        from titan_rl.policy.models.model import frozen_copy, frozen_policy
+        loss."""
+        from titan_rl.policy.models.model import frozen_policy
 
-        if not self._config.kl.coefficient:
-            raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
         self._reference = self._warm_up = self._preferences = None  # their memory goes before the next one's is taken
-        if self._teacher is None:
-            self._reference = frozen_copy(self._policy, self._config)
-        else:
-            self._reference = frozen_policy(read_shape(self._teacher), self._config, beside=self._policy)
-            checkpoint.load_weights(self._reference, self._teacher)
+        self._reference = frozen_policy(self._policy, self._config, self._teacher)
 
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None
@@ -235,8 +226,6 @@ class PolicyUpdater:
     def begin_save(self, directory: Path) -> None:
         """Copy in memory all that later steps depend on, and begin to write it to `directory`; `finish_save` waits.
         Raises StorageError where it cannot be written, TrainingError where there is nothing whole to save."""
-        if not self.step:
-            raise TrainingError("there is nothing to save before the first step")
         self._raise_if_torn()
         step = TensorShard.whole("step", torch.tensor(self.step))
         self._writer.begin([*self._state, *self._frozen(), *self._marks, step], directory)
@@ -298,13 +287,15 @@ class PolicyUpdater:
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         policy, reference = self._policy, not warm_up and self._reference is not None
-        metrics = StepMetrics(counted=dist.get_rank() % policy.dims.tp == 0, reference=reference)
+        data_rank, tensor_rank = divmod(dist.get_rank(), policy.dims.tp)
+        metrics = StepMetrics(counted=tensor_rank == 0, reference=reference)
         minibatches = (MiniBatch(plan.rounds, plan.samples, trained),) if warm_up else plan.minibatches
         preferences, critic = (self._preferences, None) if warm_up else (None, self._critic)
         summands = plan.samples // 2 if preferences else trained
         divisors = [summands] if warm_up else [self._loss.divisor(each) for each in minibatches]
         epochs = 1 if warm_up else self._config.epochs
-        samples = RankSamples(self.samples, batch, plan, data_rank=policy.data_rank, tensor_group=policy.tensor_group)
+        tensor_group = policy.dims.get_mesh("tp").get_group() if policy.dims.tp_enabled else None
+        samples = RankSamples(self.samples, batch, plan, data_rank=data_rank, tensor_group=tensor_group)
         rounds = samples.microbatches(policy.device, share=policy.shares_prompts, multiple=policy.multiple)
         parts: list[Iterable[MicroBatch]] = [rounds]
         alarmed = False
@@ -328,10 +319,10 @@ class PolicyUpdater:
                 timeline.doing("optimizer")
                 norms.append(optimizer.clip_gradients())
                 finite = critic is None or critic.reduce_gradient()
-                metrics.reduce_sums(gradient_finite=finite and math.isfinite(norms[-1]))
+                metrics.reduce_sums(norms[-1], gradient_finite=finite and math.isfinite(norms[-1]))
                 done = f"{number} optimizer steps of its batch were made" if number else "the weights were not changed"
                 if not metrics.finite:
-                    raise TrainingError(f"{what}: {metrics.describe_failure(norms[-1])}; {done}")
+                    raise TrainingError(f"{what}: {metrics.describe_failure()}; {done}")
                 if not warm_up and not number:
                     alarmed = self._disagrees_with_engine(*metrics.engine_difference)
             except Exception:

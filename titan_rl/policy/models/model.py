@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -43,7 +44,8 @@ from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 from titan_rl.errors import ConfigError
 from titan_rl.policy.config import LoraConfig, LoraTarget, TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
-from titan_rl.policy.models.architecture import Architecture
+from titan_rl.policy.models.architecture import Architecture, read_shape
+from titan_rl.policy.models.checkpoint import load_weights
 from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.support import Supports
@@ -87,14 +89,6 @@ class Policy:
             batch.tokens, batch.positions, documents, batch.rows, batch.targets, temperature, batch.supports
         )
         return scores
-
-    @property
-    def tensor_group(self) -> torch.distributed.ProcessGroup | None:
-        return self.dims.get_mesh("tp").get_group() if self.dims.tp_enabled else None
-
-    @property
-    def data_rank(self) -> int:
-        return torch.distributed.get_rank() // self.dims.tp
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Those of `scores`, and its rows, without gradient: nothing is kept for a backward pass."""
@@ -189,19 +183,18 @@ def _adapters(state: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:
     return found
 
 
-def frozen_policy(shape: Architecture, config: TrainerConfig, *, beside: Policy) -> Policy:
-    """A policy with empty weights, sharded like `beside`. It never learns: no gradient, no optimizer."""
+def frozen_policy(policy: Policy, config: TrainerConfig, teacher: Path | None = None) -> Policy:
+    """The policy with its weights as they are now, bit for bit, or a teacher's checkpoint, sharded like it. It never
+    learns: no gradient, no optimizer."""
+    shape = policy.shape if teacher is None else read_shape(teacher)
+    lora = config.lora if teacher is None else LoraConfig()  # a teacher is all in its checkpoint
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
-    lora = config.lora if shape is beside.shape else LoraConfig()  # a teacher is all in its checkpoint
     config = dataclasses.replace(config, activation_checkpointing="none", lora=lora)
-    frozen = build_policy(shape, config, beside.device, beside=beside)
+    frozen = build_policy(shape, config, policy.device, beside=policy)
     frozen.module.eval().requires_grad_(False)
-    return frozen
-
-
-def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
-    """A frozen policy with the weights of this one as they are now, bit for bit."""
-    frozen = frozen_policy(policy.shape, config, beside=policy)
+    if teacher is not None:
+        load_weights(frozen, teacher)
+        return frozen
     with torch.no_grad():
         for name, tensor in (policy.tensors | policy.trained).items():
             (frozen.tensors | frozen.trained)[name].copy_(tensor)
