@@ -45,7 +45,7 @@ def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -
         weights = read_tensors(checkpoint.directory / STATE, WEIGHTS)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    write_checkpoint(directory, model_directory(config), weights, config.trainer.dtype)
+    write_checkpoint(directory, model_directory(config), weights, config.trainer)
 
 
 VERB = Verb(

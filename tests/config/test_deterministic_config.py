@@ -80,6 +80,10 @@ def test_parity_makes_generators_deterministic_and_nothing_else():
         ("--trainer.dtype bfloat16", "trainer.dtype float32, which generators compute in"),
         ("--generator.engine simulated", "generator.engine vllm"),
         ("--trainer.activation-checkpointing selective", "another trainer.activation_checkpointing"),
+        (
+            "--trainer.lora.r 4 --trainer.dtype bfloat16 --generator.dtype bfloat16",
+            "trainer.dtype float32 beside trainer.lora",
+        ),
     ],
 )
 def test_what_parity_does_not_hold_for_is_refused_by_name(capsys, settings, needed):
@@ -89,5 +93,6 @@ def test_what_parity_does_not_hold_for_is_refused_by_name(capsys, settings, need
 
 
 def test_parity_is_not_refused_where_it_holds():
-    line = "--recipe copy4_async --trainer.parity bitwise --generator.tensor-parallel 2 --trainer.data-parallel 2"
+    line = "--recipe copy4_async --trainer.parity bitwise --generator.tensor-parallel 2 --trainer.data-parallel 2 "
+    line += "--trainer.lora.r 4"
     assert train.main([*line.split(), "--dry-run"]) == 0

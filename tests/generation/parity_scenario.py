@@ -21,11 +21,12 @@ from titan_rl.errors import TrainingError
 from titan_rl.generation.config import GeneratorConfig
 from titan_rl.generation.vllm.engine import VllmEngine
 from titan_rl.generation.vllm.rows import row_linear
-from titan_rl.policy.config import OptimizerConfig, TrainerConfig
+from titan_rl.policy.config import LoraConfig, OptimizerConfig, TrainerConfig
 from titan_rl.policy.microbatch import pack
 from titan_rl.policy.models.checkpoint import local_shard
 from titan_rl.policy.updater import PolicyUpdater
 from titan_rl.types import NO_VERSION, Completion, GenerationRequest, PolicyVersion, TrainingSample
+from titan_rl.weights.adapters import adapted
 
 SYMBOLS = 11
 GROUP = 4
@@ -78,7 +79,9 @@ def sample(request: GenerationRequest, completion: Completion) -> TrainingSample
 
 def serve(engine: VllmEngine, policy: PolicyUpdater, step: int, dtype: str) -> None:
     """Give the trainer's weights to the engine, as a pull does, whatever runs there."""
-    whole = ((each.name, each.data.to(getattr(torch, dtype))) for each in policy.local_shards())
+    kind, adapters = getattr(torch, dtype), {each.name: each.data for each in policy.local_shards()}
+    shards = policy.local_shards() if policy.base is None else policy.base
+    whole = ((each.name, adapted(each, adapters, kind)[()].to(kind)) for each in shards)
     engine.load_weights(whole, PolicyVersion(0, step))
     engine.drop_cache()
 
@@ -172,6 +175,21 @@ def gradients(model: str, samples: list[TrainingSample], dtype: str) -> dict[str
             total += (local_shard("", parameter.grad).data.double() - true[name]).square().sum()
         errors[parity] = float((total / sum(each.square().sum() for each in true.values())).sqrt())
     return errors
+
+
+def adapters_gradients(model: str, samples: list[TrainingSample]) -> float:
+    """Relative difference of the adapters' gradients with parity from those without."""
+    made = []
+    for parity in ("bitwise", "auto"):
+        policy = trainer_of(model, {"parity": parity, "lora": LoraConfig(r=4)})._policy
+        random = torch.Generator().manual_seed(0)
+        for tensor in policy.trained.values():  # B is 0 at the start, and then A has no gradient
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=random))
+        policy.scores(pack(samples, policy.device, share=True), temperature=TEMPERATURE)[0].sum().backward()
+        grads = [each.grad for each in policy.module.parameters() if each.requires_grad]
+        made.append(torch.cat([grad.flatten() for grad in grads if grad is not None]))
+    assert len(made[0]) == len(made[1]) == sum(map(Tensor.numel, policy.trained.values()))
+    return float((made[0] - made[1]).norm() / made[1].norm())
 
 
 def operations(model: str, dtype: str) -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ from rank_processes import run_on_ranks
 from vllm.v1.attention.backends import cpu_attn
 
 from titan_rl.generation.vllm import rows
-from titan_rl.policy.config import LossConfig, TinyPolicyConfig
+from titan_rl.policy.config import LoraConfig, LossConfig, OptimizerConfig, TinyPolicyConfig
 
 DTYPES = ["float32", "bfloat16"]
 LENGTH = 512
@@ -52,11 +52,17 @@ def samples(model: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logprobs_are_equal_through_swaps_of_weights_and_truncated_sampling(model: str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [*((dtype, {}) for dtype in DTYPES), ("float32", {"lora": LoraConfig(r=4), "optimizer": OptimizerConfig(lr=1e-2)})],
+    ids=[*DTYPES, "float32, LoRA"],
+)
+def test_logprobs_are_equal_through_swaps_of_weights_and_truncated_sampling(
+    model: str, dtype: str, settings: dict[str, Any]
+) -> None:
     """From the second step on, half of the samples began under the weights before."""
     numbers = {"count": COUNT, "longest": LONGEST, "steps": 3}
-    trainer = {"dtype": dtype}
+    trainer = {"dtype": dtype, **settings}
     (reports,) = on_ranks("rounds", model=model, engine={"dtype": dtype}, trainer=trainer, **numbers)
     for report in reports:
         assert (report["logprob_difference_max"], report["logprob_difference_mean"]) == (0.0, 0.0)
@@ -108,6 +114,11 @@ def test_the_gradient_is_the_ordinary_one_up_to_rounding(
     (found,) = on_ranks("gradients", model=model, samples=samples[:32], dtype=dtype)
     assert found["bitwise"] < max(error, 2 * found["auto"])
     assert math.isfinite(found["bitwise"])
+
+
+def test_the_gradient_of_adapters_is_the_ordinary_one_up_to_rounding(model: str, samples: list[Any]) -> None:
+    (difference,) = on_ranks("adapters_gradients", model=model, samples=samples[:32])
+    assert 0 < difference < 1e-5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -303,8 +303,13 @@ def gdpo(group: Sequence[GradedRollout], scores: dict[str, float]) -> list[float
 
 def gigpo(group: Sequence[GradedRollout]) -> list[list[float]]:
     credit = [[value] * len(g.turns) for g, value in zip(group, deviations(rewards(group), 1e-4), strict=True)]
-    for state in {turn.state for each in group for turn in each.turns}:
-        places = [(i, t) for i, each in enumerate(group) for t, turn in enumerate(each.turns) if turn.state == state]
+    for state in {turn.prompt.tobytes() for each in group for turn in each.turns}:
+        places = [
+            (i, t)
+            for i, each in enumerate(group)
+            for t, turn in enumerate(each.turns)
+            if turn.prompt.tobytes() == state
+        ]
         returns = []
         for i, t in places:
             earned = paid(group[i])

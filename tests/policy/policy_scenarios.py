@@ -158,7 +158,7 @@ def sampled_with(batch: SampleBatch, logprobs: dict[tuple[int, int], np.ndarray]
 def shards_of(policy_updater) -> list[tuple]:
     return [
         (shard.name, shard.data.numpy().copy(), shard.global_shape, shard.offset, shard.counted)
-        for shard in policy_updater.local_shards()
+        for shard in (policy_updater.base if policy_updater.base is not None else policy_updater.local_shards())
     ]
 
 

@@ -158,7 +158,7 @@ def test_a_player_is_not_paid_for_what_the_other_one_won(name):
     credit = credit_by_role(group, function(name, "advantages"))
     for role, sign in zip(roles, (1, -1), strict=True):
         alone = [
-            rollout(sign * each, *((1, turn.state) for turn in whole.turns if turn.role == role))
+            rollout(sign * each, *((1, turn.prompt.tobytes()) for turn in whole.turns if turn.role == role))
             for each, whole in zip(won, group, strict=True)
         ]
         found = [x for turns in credit for x, turn in zip(turns, group[0].turns, strict=True) if turn.role == role]

@@ -281,7 +281,7 @@ def test_metrics_of_any_log_ratio_are_numbers(log_ratio):
         on_policy=torch.tensor([True, False]),
         reference_log_ratio=torch.full((2,), log_ratio),
     )
-    metrics.reduce_sums(gradient_finite=True)
+    metrics.reduce_sums(1.0, gradient_finite=True)
     report = metrics.report(divisor=2)
     assert all(map(math.isfinite, report.values()))
     assert report["effective_sample_size"] == pytest.approx(1.0)

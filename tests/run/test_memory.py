@@ -17,7 +17,17 @@ from titan_rl.config import ServeConfig
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.overrides import variant
 from titan_rl.policy.config import TrainerConfig
-from titan_rl.run.memory import GIB, describe_memory, published_shape, shape_of, too_large, trainer_memory
+from titan_rl.run.memory import (
+    GIB,
+    describe_memory,
+    learning,
+    parameters,
+    published_shape,
+    shape_of,
+    shared_memory,
+    too_large,
+    trainer_memory,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACKED = {
@@ -51,6 +61,19 @@ def test_the_recipes_fit_on_devices_of_80_gib(name, monkeypatch):
     assert [*too_large(config, shape_of(config), 80 * GIB)] == []
     lines = "\n".join(describe_memory(config, shape_of(config), 80 * GIB))
     assert "a trainer rank: " in lines and "KV cache of a generator: " in lines
+
+
+def test_with_lora_gradients_moments_and_publications_are_of_the_adapters():
+    config = recipe("qwen3_8b_math_8gpu")
+    adapted, shape = variant(config, {"trainer.lora.r": 16}), shape_of(config)
+    before, after = (trainer_memory(each.trainer, shape) for each in (config, adapted))
+    trained = 43_646_976  # 16 for every row and every column of the seven matrices of 36 layers
+    assert learning(adapted.trainer, shape) == trained and learning(config.trainer, shape) == parameters(shape)
+    assert after["moments"] == 8 * trained / config.trainer.ranks and after["gradients"] == after["moments"] / 2
+    assert after["weights"] - before["weights"] == 4 * trained / config.trainer.ranks
+    assert shared_memory(adapted, shape)["publications"] == adapted.weights_settings().max_live * 4 * trained
+    lines = "\n".join(describe_memory(adapted, shape, 80 * GIB))
+    assert "page cache of a generator's host: 15.3 GiB (base 15.3)" in lines
 
 
 def test_torch_still_tracks_a_step_on_fake_tensors_and_it_takes_what_is_estimated():

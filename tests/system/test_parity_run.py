@@ -25,6 +25,11 @@ STEPS = 5
             marks=pytest.mark.acceptance,
             id="two ranks each, bfloat16, truncated",
         ),
+        pytest.param(
+            "--generator.tensor-parallel 2 --trainer.data-parallel 2 --trainer.lora.r 8 --trainer.optimizer.lr 1e-2",
+            marks=pytest.mark.acceptance,
+            id="two ranks each, LoRA",
+        ),
     ],
 )
 def test_an_asynchronous_run_ends_and_says_that_nothing_differs(tmp_path: Path, settings: str) -> None:

@@ -58,7 +58,7 @@ class Queued(TorchDispatchMode):
 def as_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPU tensors go the way of CUDA's."""
     monkeypatch.setitem(publisher._WAYS, "cpu", publisher._WAYS["cuda"])
-    monkeypatch.delitem(fingerprint._SUMS, "cpu")
+    monkeypatch.setattr(fingerprint, "_sum_on_host", fingerprint._sum_on_device)
 
 
 @pytest.fixture
@@ -104,7 +104,9 @@ def test_a_publication_sends_each_tensor_once_in_the_served_dtype_and_is_read_on
     assert [queued.operators[at][1][:2] for at in copies] == [[torch.bfloat16] * 2] * 2
     assert [queued.operators[at][2] for at in copies] == [3 * 2 * matrix.numel()] * 2  # in, out and the result
     assert not {*names[copies[0] :]} & {*READS}
-    assert names.count("stack") == 1 and "copy_" not in names[names.index("stack") :]
+    assert (
+        names.count("stack") == 2 and "copy_" not in names[names.index("stack") :]
+    )  # of the sums, and with their sizes
 
 
 @pytest.mark.parametrize("first", [0, 1536])

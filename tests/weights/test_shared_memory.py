@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from weight_examples import Engine, copied, publish, publisher_in, same_bytes, weights, whole_shards
+from weight_examples import Engine, copied, publish, publisher_in, same_bytes, shard_fingerprint, weights, whole_shards
 
 from titan_rl.errors import WeightsError
 from titan_rl.processes import OWNER
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
+from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.manifest import TensorShard
 from titan_rl.weights.puller import SharedMemoryReader, verify
 from titan_rl.weights.segment_files import remove_segments_of, segment_at, sweep_dead_segments

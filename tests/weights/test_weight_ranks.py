@@ -20,10 +20,10 @@ from rank_scenarios import (
     writers_that_fail,
 )
 from support.ranks import Scenario, run_scenarios
-from weight_examples import EMBEDDING, LM_HEAD, TIED, copied, publisher_in, same_bytes, whole_shards
+from weight_examples import EMBEDDING, LM_HEAD, TIED, copied, publisher_in, same_bytes, shard_fingerprint, whole_shards
 
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint
+from titan_rl.weights.fingerprint import combined_fingerprint
 from titan_rl.weights.puller import SharedMemoryReader
 
 Results = list[dict[str, Any]]

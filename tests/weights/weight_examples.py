@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from titan_rl.types import PolicyVersion
+from titan_rl.weights.fingerprint import shard_sum
 from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TIED, Publication, TensorShard
 from titan_rl.weights.publisher import SharedMemoryPublisher
 
@@ -28,6 +29,10 @@ SHAPES = {
 def weights(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def shard_fingerprint(data: Tensor, global_shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
+    return int(shard_sum(data, global_shape, offset))
 
 
 def whole_shards(tensors: dict[str, Tensor]) -> list[TensorShard]:

@@ -284,10 +284,13 @@ class PolicyTrainer(ConnectedActor):
         timeline.doing("publish")
         assert self._publisher is not None
         served_dtype = getattr(torch, self._config.generator.dtype)
+        base = self._updater.base
         shards: Iterable[TensorShard] = self._updater.local_shards()
         if stored is not None:
-            shards = shards_of_files(stored) if self._rank == 0 else ()
-        publication = self._publisher.publish(version, shards, dtype=served_dtype, aliases=self._updater.aliases)
+            shards = shards_of_files(stored) if base is not None or self._rank == 0 else ()
+        publication = self._publisher.publish(
+            version, shards, dtype=served_dtype, aliases=self._updater.aliases, base=base
+        )
         return publication if self._rank == 0 else None
 
     def _copy(self, *, reference: bool = False) -> str:

@@ -65,7 +65,7 @@ def make_lockstep(config: GeneratorConfig, rank: int, model_path: Path, device: 
         engine,
         rank=rank,
         ranks=Ranks(group),
-        load_publication=SharedMemoryReader().tensors,
+        load_publication=SharedMemoryReader(model_path, device).served,
         verify=lambda publication, engine: verify(publication, engine.served_shards(), group),
         keep_cache=config.keep_prefix_cache,
     )

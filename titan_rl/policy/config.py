@@ -1,13 +1,16 @@
 """Configs of the policy and its trainer. `policy/` turns them into torchtitan's."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from titan_rl.bounds import Count, CountOrZero, NotNegative, Positive, Seed, Share
 from titan_rl.errors import ConfigError
 
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """torch refuses matrix products without the first. With the others NCCL adds in one order."""
+
+LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""The matrices of a layer, as Hugging Face names them. Embedding and head have no adapters."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,6 +137,27 @@ class CriticConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class LoraConfig:
+    """Low-rank adapters (arXiv:2106.09685) beside frozen weights, named as in PEFT. Only they are trained, published
+    and kept in checkpoints. A good learning rate is about ten times that of all weights."""
+
+    r: CountOrZero = 0
+    """Rank of the adapters: a weight [out, in] is changed by B [out, r] times A [r, in]. 0: all weights are trained."""
+    lora_alpha: Positive = 16.0
+    """The change is scaled by `lora_alpha` / `r`."""
+    target_modules: tuple[LoraTarget, ...] = get_args(LoraTarget)
+    """Matrices that get an adapter, in every layer."""
+
+    def __post_init__(self) -> None:
+        if not self.target_modules or ("k_proj" in self.target_modules) != ("v_proj" in self.target_modules):
+            raise ConfigError("trainer.lora.target_modules: at least one, and k_proj and v_proj together or neither")
+
+    @property
+    def scale(self) -> float:
+        return self.lora_alpha / self.r
+
+
+@dataclass(kw_only=True, slots=True)
 class LogprobAlarmConfig:
     """What to do when trainer and generators disagree about the tokens that this very version sampled, where their
     logprobs should be equal. Looked at in every step, before the weights change: in its first mini-batch, if it has
@@ -222,6 +246,7 @@ class TrainerConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     kl: KLConfig = field(default_factory=KLConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     logprob_alarm: LogprobAlarmConfig = field(default_factory=LogprobAlarmConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 

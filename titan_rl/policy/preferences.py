@@ -37,9 +37,9 @@ class Preferences:
     """
 
     def __init__(self, policy: Policy, config: TrainerConfig, *, temperature: float) -> None:
-        from titan_rl.policy.models.model import frozen_copy
+        from titan_rl.policy.models.model import frozen_policy
 
-        self._begun = frozen_copy(policy, config)
+        self._begun = frozen_policy(policy, config)
         self._beta = config.warmup.dpo_beta
         self._temperature = temperature
         self.metrics: dict[str, float] = {}

@@ -10,7 +10,6 @@
 """
 
 import math
-import operator
 import shutil
 import struct
 from collections.abc import Iterator, Sequence
@@ -62,8 +61,6 @@ class StateCopies:
         self._paths = [segment_path(directory, owner_pid, f"state.{rank}", slot) for slot in range(3)]
         self._here = ranks
         self._mapped: dict[int, Tensor] = {}  # slot -> its bytes
-        # slot -> the tensors that were written last, their layout and batches
-        self._laid: dict[int, tuple[Sequence[Tensor], str, list[_Batch]]] = {}
 
     def write(self, version: PolicyVersion, state: Sequence[Tensor], reference: Sequence[Tensor] = ()) -> None:
         """Copy this rank's tensors after a step, and those of the reference policy if it is new. Raises StorageError if
@@ -73,9 +70,8 @@ class StateCopies:
             raise StorageError(
                 f"every step would wait until {from_device / 2**30:.0f} GiB of each rank were copied from its device"
             )
-        if reference or not self._is_laid(version.step % 2, state):
-            sizes = {0: _nbytes(state), 1: _nbytes(state)} | ({_REFERENCE: _nbytes(reference)} if reference else {})
-            self._make_room({slot: nbytes for slot, nbytes in sizes.items() if not self._is_mapped(slot, nbytes)})
+        sizes = {0: _nbytes(state), 1: _nbytes(state)} | ({_REFERENCE: _nbytes(reference)} if reference else {})
+        self._make_room({slot: nbytes for slot, nbytes in sizes.items() if not self._is_mapped(slot, nbytes)})
         if reference:
             self._write(_REFERENCE, PolicyVersion(version.incarnation, 0), reference)
         self._write(version.step % 2, version, state)
@@ -95,7 +91,6 @@ class StateCopies:
 
     def remove(self) -> None:
         """Nobody will need them."""
-        self._laid.clear()
         self._mapped.clear()
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -109,7 +104,6 @@ class StateCopies:
             )
         for slot, nbytes in missing.items():
             self._mapped.pop(slot, None)
-            self._laid.pop(slot, None)
             create_segment(self._paths[slot], nbytes)
             self._is_mapped(slot, nbytes)
 
@@ -125,19 +119,11 @@ class StateCopies:
     def _write(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> None:
         content = self._mapped[slot]
         _SEAL.pack_into(content.numpy().data, 0, 0, 0, 0, 0)
-        if not self._is_laid(slot, tensors):
-            self._laid[slot] = tensors, _layout(tensors), list(_batches(tensors, content))
-        _, layout, batches = self._laid[slot]
-        checksum = _begin(version, layout)
-        for pieces, places, stored in batches:
+        checksum = _begin(version, tensors)
+        for pieces, places, stored in _batches(tensors, content):
             torch._foreach_copy_(places, pieces)
             checksum.update(stored)
         _SEAL.pack_into(content.numpy().data, 0, _MARK, version.incarnation, version.step, checksum.intdigest())
-
-    def _is_laid(self, slot: int, tensors: Sequence[Tensor]) -> bool:
-        """Whether these very tensors were written to the slot last: they need not be cut into batches again."""
-        laid = self._laid.get(slot, ((),))[0]
-        return len(laid) == len(tensors) and all(map(operator.is_, laid, tensors))
 
     def _why_unusable(self, slot: int, version: PolicyVersion, tensors: Sequence[Tensor]) -> str:
         path = self._paths[slot]
@@ -152,19 +138,16 @@ class StateCopies:
             return f"the copy at {path} is torn"
         if (found := PolicyVersion(incarnation, step)) != version:
             return f"the copy at {path} is of {found}, not of {version}"
-        checksum = _begin(version, _layout(tensors))
+        checksum = _begin(version, tensors)
         for _, _, stored in _batches(tensors, content):
             checksum.update(stored)
         return "" if checksum.intdigest() == sealed else f"the copy at {path} is damaged (checksum)"
 
 
-def _begin(version: PolicyVersion, layout: str) -> Any:
+def _begin(version: PolicyVersion, tensors: Sequence[Tensor]) -> Any:
     """A checksum that begins with the version and the layout."""
+    layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
     return xxhash.xxh3_64(repr((version.incarnation, version.step, layout)).encode())
-
-
-def _layout(tensors: Sequence[Tensor]) -> str:
-    return repr([(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors])
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

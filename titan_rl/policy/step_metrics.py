@@ -72,8 +72,7 @@ class StepMetrics:
         self._totals = dict.fromkeys(_SUMS, 0.0)
         self.kl = 0.0
         """`kl_k3` of the last optimizer step, after `reduce_sums`: the same on every rank."""
-        self._own_loss = 0.0
-        self._gradient_finite = True
+        self._failures: list[str] = []  # of this rank, in the last optimizer step
         self.finite = True
         """Whether loss and gradient of the last optimizer step are finite on all ranks; after `reduce_sums`."""
 
@@ -125,17 +124,17 @@ class StepMetrics:
         self._sums = sums if self._sums is None else self._sums + sums
         self._maxima = maxima if self._maxima is None else torch.maximum(self._maxima, maxima)
 
-    def reduce_sums(self, *, gradient_finite: bool) -> None:
+    def reduce_sums(self, grad_norm: float, *, gradient_finite: bool) -> None:
         """Collective. Afterwards `finite` and the sums are the same on every rank."""
         own = torch.zeros(len(_SUMS), dtype=torch.float64) if self._sums is None else self._sums.cpu()
         self._sums = None
-        self._own_loss = float(own[_SUMS.index("loss")])
-        self._gradient_finite = gradient_finite
-        failed = torch.tensor([not math.isfinite(self._own_loss), not gradient_finite], dtype=torch.float64)
-        totals = torch.cat([failed, own if self.counted else torch.zeros_like(own)])
+        loss = float(own[_SUMS.index("loss")])
+        looked = {f"loss is {loss}": math.isfinite(loss), f"gradient norm is {grad_norm}": gradient_finite}
+        self._failures = [what for what, finite in looked.items() if not finite]
+        totals = torch.cat([own.new_tensor([len(self._failures)]), own if self.counted else torch.zeros_like(own)])
         self._ranks.add(totals)
-        losses, gradients, *sums = totals.tolist()
-        self.finite = losses == gradients == 0
+        failures, *sums = totals.tolist()
+        self.finite = failures == 0
         step = dict(zip(_SUMS, sums, strict=True))
         self.kl = step["kl_k3"] / step["tokens"] if step["tokens"] else 0.0
         self._totals = {name: self._totals[name] + step[name] for name in _SUMS}
@@ -146,14 +145,9 @@ class StepMetrics:
         total, count = self._totals, self._totals["on_policy_tokens"]
         return (total["logprob_difference"] / count, total["logprob_outside"] / count) if count else (0.0, 0.0)
 
-    def describe_failure(self, grad_norm: float) -> str:
+    def describe_failure(self) -> str:
         """Collective. Which ranks found what, in words."""
-        own = []
-        if not math.isfinite(self._own_loss):
-            own.append(f"loss is {self._own_loss}")
-        if not self._gradient_finite:
-            own.append(f"gradient norm is {grad_norm}")
-        everyone = self._ranks.gather(own)
+        everyone = self._ranks.gather(self._failures)
         # The gradient is a sum over ranks, so all see it spoilt; the loss tells whose samples did it.
         blamed = {rank: texts for rank, texts in enumerate(everyone) if any(text.startswith("loss") for text in texts)}
         found = blamed or {rank: texts for rank, texts in enumerate(everyone) if texts}

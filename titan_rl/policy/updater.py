@@ -34,8 +34,8 @@ from titan_rl.policy.config import TrainerConfig
 from titan_rl.policy.critic import Critic
 from titan_rl.policy.losses import Objective, build_loss, kl_penalty
 from titan_rl.policy.microbatch import MicroBatch, RankSamples
+from titan_rl.policy.models import checkpoint
 from titan_rl.policy.models.architecture import read_shape
-from titan_rl.policy.models.checkpoint import load_weights, local_shard, save_whole
 from titan_rl.policy.models.titan_adaptation import choose_device, join_ranks
 from titan_rl.policy.packing import MiniBatch, PackingPlan, plan_step
 from titan_rl.policy.preferences import Preferences
@@ -65,7 +65,7 @@ def import_torchtitan(device: str) -> None:
 
 def _shards_of(tensors: Mapping[str, Tensor]) -> list[TensorShard]:
     """This rank's, empty ones left out."""
-    return [shard for name, tensor in tensors.items() if (shard := local_shard(name, tensor)).data.numel()]
+    return [shard for name, tensor in tensors.items() if (shard := checkpoint.local_shard(name, tensor)).data.numel()]
 
 
 def _data(shards: Sequence[TensorShard]) -> list[Tensor]:
@@ -122,8 +122,14 @@ class PolicyUpdater:
         self.samples: SampleSource = SharedMemorySource()
         self._temperature = temperature
         self._policy = build_policy(shape, config, self._device)
-        load_weights(self._policy, model_path)
+        checkpoint.load_weights(self._policy, model_path)
         self._shards = _shards_of(self._policy.tensors)
+        self._marks: list[TensorShard] = []  # of a state of adapters: what they belong to
+        if config.lora.r:
+            checkpoint.reset_adapters(self._policy, seed)
+            base = checkpoint.base_fingerprint(self._shards)
+            mark = f"adapters of base {base:x} with lora_alpha {config.lora.lora_alpha:g}"
+            self._marks = [TensorShard.whole(mark, torch.tensor(0))]
         self._optimizer = PolicyOptimizer(config.optimizer, self._policy.module, total_steps)
         self._critic = Critic(config, shape.dim, self._device) if config.critic.coefficient else None
         self._reference: Policy | None = None
@@ -148,15 +154,12 @@ class PolicyUpdater:
         """One supervised step on demonstrations: cross entropy of their responses, or DPO. No policy version.
 
         The first call makes an optimizer of its own, the first `train_step` throws it away. Of a demonstration, only
-        token ids, loss mask and which one of a pair it is are used. Raises as `train_step`; also when RL has begun, or
-        `trainer.warmup.steps` is 0.
+        token ids, loss mask and which one of a pair it is are used. Raises as `train_step`; also when RL has begun.
         """
         from titan_rl.policy.optimizer import warm_up_optimizer
 
         if self.step:
             raise TrainingError(f"a warm-up step was asked for after {self.step} RL steps")
-        if not self._config.warmup.steps:
-            raise TrainingError("a warm-up step was asked for, but trainer.warmup.steps is 0")
         if self._warm_up is None:
             self._warm_up = warm_up_optimizer(self._config.warmup, self._policy.module)
             if self._config.warmup.dpo_beta:
@@ -168,17 +171,11 @@ class PolicyUpdater:
 
     def freeze_reference(self) -> None:
         """Compare the policy from now on with its weights as they are now, or with the teacher: the KL term of the
-        loss. Raises TrainingError if `trainer.kl.coefficient` is 0."""
-        from titan_rl.policy.models.model import frozen_copy, frozen_policy
+        loss."""
+        from titan_rl.policy.models.model import frozen_policy
 
-        if not self._config.kl.coefficient:
-            raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
         self._reference = self._warm_up = self._preferences = None  # their memory goes before the next one's is taken
-        if self._teacher is None:
-            self._reference = frozen_copy(self._policy, self._config)
-        else:
-            self._reference = frozen_policy(read_shape(self._teacher), self._config, beside=self._policy)
-            load_weights(self._reference, self._teacher)
+        self._reference = frozen_policy(self._policy, self._config, self._teacher)
 
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None
@@ -205,26 +202,33 @@ class PolicyUpdater:
         return metrics
 
     def local_shards(self) -> Sequence[TensorShard]:
-        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`)."""
-        return self._shards
+        """This rank's parts of the live float32 weights, by Hugging Face name; tied tensors once (see `aliases`). With
+        LoRA: the adapters as they are published, whole on every rank."""
+        if self.base is None:
+            return self._shards
+        whole = {name: checkpoint.whole_tensor(tensor) for name, tensor in self._policy.trained.items()}
+        return [TensorShard.whole(*each) for each in checkpoint.scaled(whole, self._config.lora).items()]
+
+    @property
+    def base(self) -> Sequence[TensorShard] | None:
+        """With LoRA: this rank's parts of the weights that it adapts."""
+        return self._shards if self._config.lora.r else None
 
     def save_hf(self, directory: Path) -> None:
         """Write a complete Hugging Face checkpoint in the compute dtype; returns on every rank when it is there. Raises
         StorageError, on all ranks, if rank 0 could not write it, TrainingError as `begin_save`."""
         self._raise_if_torn()
         try:
-            save_whole(directory, self._source, self._policy.tensors, self._config.dtype)
+            checkpoint.save_whole(directory, self._source, self._policy.trained, self._config)
         except WeightsError as error:
             raise StorageError(f"step {self.step}: {error}") from error
 
     def begin_save(self, directory: Path) -> None:
         """Copy in memory all that later steps depend on, and begin to write it to `directory`; `finish_save` waits.
         Raises StorageError where it cannot be written, TrainingError where there is nothing whole to save."""
-        if not self.step:
-            raise TrainingError("there is nothing to save before the first step")
         self._raise_if_torn()
         step = TensorShard.whole("step", torch.tensor(self.step))
-        self._writer.begin([*self._state, *self._frozen(), step], directory)
+        self._writer.begin([*self._state, *self._frozen(), *self._marks, step], directory)
 
     def _raise_if_torn(self) -> None:
         if self._torn:
@@ -240,7 +244,7 @@ class PolicyUpdater:
         if self._config.kl.coefficient:
             self.freeze_reference()
         step = torch.tensor(0)
-        read_state([*self._state, *self._frozen(), TensorShard.whole("step", step)], directory)
+        read_state([*self._state, *self._frozen(), *self._marks, TensorShard.whole("step", step)], directory)
         self.step, self.incarnation, self._torn = int(step), incarnation, False
         self._optimizer.set_step(self.step)
 
@@ -262,12 +266,12 @@ class PolicyUpdater:
     def _state(self) -> list[TensorShard]:
         """This rank's part of all that steps change, which stays where it is."""
         critic = self._critic.tensors if self._critic else {}
-        parts = {WEIGHTS: self._policy.tensors, MOMENTS: self._optimizer.tensors, CRITIC: critic}
+        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.tensors, CRITIC: critic}
         return _shards_of({of + name: tensor for of, part in parts.items() for name, tensor in part.items()})
 
     def _frozen(self) -> list[TensorShard]:
         """Of the reference, if a file does not have it."""
-        frozen = {} if self._reference is None or self._teacher else self._reference.tensors
+        frozen = {} if self._reference is None or self._teacher else self._reference.trained
         return _shards_of({REFERENCE + name: tensor for name, tensor in frozen.items()})
 
     def _optimize(
@@ -283,13 +287,15 @@ class PolicyUpdater:
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         policy, reference = self._policy, not warm_up and self._reference is not None
-        metrics = StepMetrics(counted=dist.get_rank() % policy.dims.tp == 0, reference=reference)
+        data_rank, tensor_rank = divmod(dist.get_rank(), policy.dims.tp)
+        metrics = StepMetrics(counted=tensor_rank == 0, reference=reference)
         minibatches = (MiniBatch(plan.rounds, plan.samples, trained),) if warm_up else plan.minibatches
         preferences, critic = (self._preferences, None) if warm_up else (None, self._critic)
         summands = plan.samples // 2 if preferences else trained
         divisors = [summands] if warm_up else [self._loss.divisor(each) for each in minibatches]
         epochs = 1 if warm_up else self._config.epochs
-        samples = RankSamples(self.samples, batch, plan, data_rank=policy.data_rank, tensor_group=policy.tensor_group)
+        tensor_group = policy.dims.get_mesh("tp").get_group() if policy.dims.tp_enabled else None
+        samples = RankSamples(self.samples, batch, plan, data_rank=data_rank, tensor_group=tensor_group)
         rounds = samples.microbatches(policy.device, share=policy.shares_prompts, multiple=policy.multiple)
         parts: list[Iterable[MicroBatch]] = [rounds]
         alarmed = False
@@ -313,10 +319,10 @@ class PolicyUpdater:
                 timeline.doing("optimizer")
                 norms.append(optimizer.clip_gradients())
                 finite = critic is None or critic.reduce_gradient()
-                metrics.reduce_sums(gradient_finite=finite and math.isfinite(norms[-1]))
+                metrics.reduce_sums(norms[-1], gradient_finite=finite and math.isfinite(norms[-1]))
                 done = f"{number} optimizer steps of its batch were made" if number else "the weights were not changed"
                 if not metrics.finite:
-                    raise TrainingError(f"{what}: {metrics.describe_failure(norms[-1])}; {done}")
+                    raise TrainingError(f"{what}: {metrics.describe_failure()}; {done}")
                 if not warm_up and not number:
                     alarmed = self._disagrees_with_engine(*metrics.engine_difference)
             except Exception:

@@ -201,6 +201,7 @@ def _parity(config: RunConfig, host: HostFacts) -> None:
         ("trainer.tensor_parallel 1 (generators may have 1 or 2 ranks)", trainer.tensor_parallel == 1),
         (f"trainer.dtype {generator.dtype}, which generators compute in", trainer.dtype == generator.dtype),
         ("another trainer.activation_checkpointing", trainer.activation_checkpointing != "selective"),
+        ("trainer.dtype float32 beside trainer.lora", trainer.dtype == "float32" or not trainer.lora.r),
     )
     if trainer.parity == "bitwise" and (missing := next((what for what, there in needs if not there), "")):
         raise ConfigError(f"trainer.parity bitwise needs {missing}")

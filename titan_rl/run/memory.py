@@ -56,9 +56,17 @@ def parameters(shape: Architecture) -> int:
     return sum(map(math.prod, shape.tensor_shapes().values()))
 
 
+def learning(config: TrainerConfig, shape: Architecture) -> int:
+    """Parameters that are trained: LoRA's, or all."""
+    matrices = ((name.split(".")[-2], sizes) for name, sizes in shape.tensor_shapes().items())
+    adapted = (sizes for module, sizes in matrices if module in config.lora.target_modules)
+    return config.lora.r * sum(map(sum, adapted)) or parameters(shape)
+
+
 def trainer_memory(config: TrainerConfig, shape: Architecture) -> dict[str, float]:
     """Of one rank, at the peak of a step of full micro-batches."""
-    shard, split = parameters(shape) * config.replicas / config.ranks, config.tensor_parallel
+    share, split = config.replicas / config.ranks, config.tensor_parallel
+    trained = learning(config, shape) * share
     teacher = read_shape(Path(config.kl.teacher)) if config.kl.teacher else shape
     frozen = parameters(teacher) * (config.kl.coefficient > 0)
     width = _WIDTH[config.dtype]
@@ -70,9 +78,9 @@ def trainer_memory(config: TrainerConfig, shape: Architecture) -> dict[str, floa
     if config.activation_checkpointing == "full":
         kept, layers = kept + shape.layers * shape.dim, 1
     return {
-        "weights": 4 * shard,
-        "gradients": 4 * shard,
-        "moments": 8 * shard,
+        "weights": 4 * parameters(shape) * share + 4 * trained * (config.lora.r > 0),
+        "gradients": 4 * trained,
+        "moments": 8 * trained,
         "KL reference": 4 * frozen / config.ranks * config.replicas,
         "rotary tables": 8.0 * shape.layers * shape.max_length * shape.head_dim,
         "gathered": width * (head + 2 * layer) + 4 * layer,
@@ -103,10 +111,13 @@ def kv_bytes(config: RunConfig, shape: Architecture) -> float:
 
 def shared_memory(config: RunConfig, shape: Architecture) -> dict[str, int]:
     """In /dev/shm: publications on every host, copies of the trainer's state where its ranks are."""
-    publications = config.weights_settings().max_live * _WIDTH[config.generator.dtype]
-    kl = config.trainer.kl
+    trained, kl = learning(config.trainer, shape), config.trainer.kl
+    width = 4 if config.trainer.lora.r else _WIDTH[config.generator.dtype]  # adapters are published in float32
     copies = (24 + 4 * (kl.coefficient > 0 and not kl.teacher)) * config.checkpoint.in_memory
-    return {"publications": publications * parameters(shape), "copies of the trainer": copies * parameters(shape)}
+    return {
+        "publications": config.weights_settings().max_live * width * trained,
+        "copies of the trainer": copies * trained,
+    }
 
 
 def describe_memory(config: RunConfig, shape: Architecture, device: int) -> list[str]:
@@ -115,6 +126,8 @@ def describe_memory(config: RunConfig, shape: Architecture, device: int) -> list
     engine = generator_memory(config, shape, device)
     rows = {"a trainer rank": trainer_memory(config.trainer, shape), "a generator rank": engine}
     rows["/dev/shm, in all"] = {part: float(size) for part, size in shared_memory(config, shape).items()}
+    if config.trainer.lora.r:
+        rows["page cache of a generator's host"] = {"base": float(_WIDTH[config.generator.dtype] * parameters(shape))}
     lines = ["", f"memory by estimate, of {parameters(shape):,} parameters on devices of {device / GIB:.0f} GiB"]
     for name, parts in rows.items():
         listed = ", ".join(f"{part} {size / GIB:.1f}" for part, size in parts.items() if size)

@@ -25,7 +25,7 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -46,23 +46,9 @@ _DEVICE_CHUNK = 1 << 23
 """Elements that are widened to int64 at a time on an accelerator: 64 MiB, because an engine has filled the rest."""
 
 
-_MODULUS = 1 << 64
-
-
 def signed(value: int) -> int:
     """The int64 that is `value` modulo 2**64: what a tensor or a collective can carry."""
-    value %= _MODULUS
-    return value - _MODULUS if value >= _MODULUS >> 1 else value
-
-
-def unsigned(value: int) -> int:
-    """The inverse of `signed`."""
-    return value % _MODULUS
-
-
-def shard_fingerprint(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> int:
-    """`shard_sum` as the unsigned 64-bit number that manifests have."""
-    return unsigned(int(shard_sum(data, global_shape, offset)))
+    return (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Tensor:
@@ -79,8 +65,20 @@ def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) 
         raise WeightsError(f"no fingerprint of {data.dtype}; served are {', '.join(map(str, BITS))}")
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for part in _parts(data.detach().view(BITS[data.dtype]), global_shape, offset) if data.numel() else ():
-        total += _SUMS.get(data.device.type, _sum_on_device)(*part)
+        total += (_sum_on_host if data.device.type == "cpu" else _sum_on_device)(*part)
     return total
+
+
+def sums_by_name(names: Iterable[str], parts: Iterable[tuple[str, Tensor, int]]) -> Tensor:
+    """[2, names] int64: the sum of each name's parts, and of their numbers of elements. `parts`: name, `shard_sum` and
+    number of elements. Devices are read once, at the end."""
+    places = {name: place for place, name in enumerate(names)}
+    found = [(places[name], *part) for name, *part in parts]
+    sums = torch.zeros(2, len(places), dtype=torch.int64)
+    if found:
+        at, totals, elements = zip(*found, strict=True)
+        sums.index_add_(1, torch.tensor(at), torch.stack([torch.stack(totals).cpu(), torch.tensor(elements)]))
+    return sums
 
 
 def combined_fingerprint(manifest: Manifest) -> int:
@@ -141,10 +139,6 @@ def _sum_on_host(panels: Tensor, row: int, column: int, blocks: int) -> int:
         place = row, column + each, width, blocks
         total += compiled_sum()(memory, 16 * each if words else None, *part.shape, *part.stride(), *place)
     return signed(total)
-
-
-_SUMS = {"cpu": _sum_on_host}
-"""By type of device; `_sum_on_device` for any other."""
 
 
 @functools.cache

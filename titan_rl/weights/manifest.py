@@ -73,7 +73,7 @@ class TensorEntry:
     """Bytes from the start of the publication."""
     nbytes: int
     fingerprint: int
-    """Unsigned 64-bit."""
+    """Signed 64-bit."""
 
     def view(self, content: Tensor) -> Tensor:
         """The tensor in the bytes of a publication."""
@@ -91,11 +91,13 @@ class Manifest:
     """`(name, entry name)`: tensors that share an entry's bytes, such as a tied `lm_head.weight`. An engine must be
     right about an alias too."""
     nbytes: int
+    served: tuple[TensorEntry, ...] = ()
+    """Where the entries are LoRA's adapters: the effective weights, of which no bytes are published."""
 
     @property
     def expected(self) -> dict[str, TensorEntry]:
         """What an engine must compute with, by name; aliases with the entry whose bytes they share."""
-        entries = {entry.name: entry for entry in self.entries}
+        entries = {entry.name: entry for entry in self.served or self.entries}
         return entries | {alias: entries[name] for alias, name in self.aliases}
 
 

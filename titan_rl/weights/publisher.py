@@ -34,7 +34,8 @@ from torch import Tensor
 from titan_rl.errors import StorageError, WeightsError
 from titan_rl.processes import HOST
 from titan_rl.types import PolicyVersion
-from titan_rl.weights.fingerprint import shard_sum, unsigned
+from titan_rl.weights.adapters import adapted
+from titan_rl.weights.fingerprint import shard_sum, sums_by_name
 from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, TensorEntry, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
@@ -79,6 +80,7 @@ class SharedMemoryPublisher:
         directory: Path = DIRECTORY,
     ) -> None:
         self._channel = channel
+        self._rank = rank
         self._ranks = Ranks(group)
         self._max_live = max_live
         self._hosts = tuple(dict.fromkeys(hosts)) or (os.environ.get(HOST, "host0"),)
@@ -96,6 +98,7 @@ class SharedMemoryPublisher:
         *,
         dtype: torch.dtype,
         aliases: Sequence[tuple[str, str]] = (),
+        base: Sequence[TensorShard] | None = None,
     ) -> Publication:
         """Store this rank's shards in a free slot, cast to `dtype`. Collective.
 
@@ -103,6 +106,8 @@ class SharedMemoryPublisher:
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
             aliases: `(name, name of a shard)` of tensors that share another's bytes.
+            base: this rank's shards of the weights that LoRA adapts. Then `shards` are the adapters, whole and the same
+                on all ranks; they are stored in float32, and engines compute with what they make of the base.
 
         Raises:
             WeightsError: on all ranks, and no version is harmed: no free slot (names the live versions), shards
@@ -110,14 +115,22 @@ class SharedMemoryPublisher:
         """
         what = f"publishing {self._channel} {version}"
         slot, mine = self._ranks.together(what, lambda: (self._free_slot(version), list(shards)))
-        shapes = {shard.name: tuple(shard.global_shape) for shard in mine}
-        versions, everyones = zip(*self._ranks.gather(((version, slot), shapes)), strict=True)
+        shapes = [{shard.name: tuple(shard.global_shape) for shard in part} for part in (mine, base or ())]
+        versions, everyones, bases = zip(*self._ranks.gather(((version, slot), *shapes)), strict=True)
         if len({*versions}) > 1:
             raise WeightsError(f"{what}: the ranks disagree on the version and its slot: {[*versions]}")
-        layout = self._ranks.together(what, lambda: _merged_layout(everyones, dtype, tuple(aliases)))
+        stored = dtype if base is None else torch.float32
+        layout = self._ranks.together(what, lambda: _merged_layout(everyones, stored, tuple(aliases)))
         written = [shard for shard in mine if shard.counted and shard.data.numel()]
+        served: tuple[TensorEntry, ...] = ()
+        if base is not None:
+            adapters = {shard.name: shard.data for shard in mine}
+            whole = self._ranks.together(what, lambda: _merged_layout(bases, dtype, ()))
+            made = (replace(each, data=adapted(each, adapters, dtype)[()].to(dtype)) for each in base if each.counted)
+            served = _written(self._ranks, what, None, whole, made).entries
+            written = written if self._rank == 0 else []
         segment = self._open(what, slot, layout)
-        manifest = _written(self._ranks, what, segment, layout, written)
+        manifest = replace(_written(self._ranks, what, segment, layout, written), served=served)
         if self._exchange is not None:
             self._exchange.complete(what, segment, layout, written)
         self._live[version] = slot
@@ -161,11 +174,9 @@ class SharedMemoryPublisher:
             raise WeightsError("the publisher is closed")
         if version in self._live:
             raise WeightsError("this version is published already")
-        used = set(self._live.values())
-        for slot in range(self._max_live):
-            if slot not in used:
-                return slot
-        raise WeightsError(f"no free segment, max_live is {self._max_live}; release one of {self._live_names()}")
+        if not (free := set(range(self._max_live)) - set(self._live.values())):
+            raise WeightsError(f"no free segment, max_live is {self._max_live}; release one of {self._live_names()}")
+        return min(free)
 
     def _live_names(self) -> str:
         return ", ".join(map(str, sorted(self._live))) or "none"
@@ -259,28 +270,29 @@ _WAYS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = {
 """By type of device: bytes written at a time; what writes them, and returns what to take the fingerprint of."""
 
 
-def _written(ranks: Ranks, what: str, segment: Tensor, layout: Manifest, shards: Sequence[TensorShard]) -> Manifest:
-    """Store the shards; returns the layout with the fingerprints of these and of the other ranks'. Collective."""
-    indices = {entry.name: index for index, entry in enumerate(layout.entries)}
-    elements, device = [0] * len(indices), shards[0].data.device if shards else "cpu"
+def _written(
+    ranks: Ranks, what: str, segment: Tensor | None, layout: Manifest, shards: Iterable[TensorShard]
+) -> Manifest:
+    """Store the shards, where there is a segment; returns the layout with the fingerprints of these and of the other
+    ranks'. Collective."""
+    entries = {entry.name: entry for entry in layout.entries}
 
-    def write() -> Tensor:
-        fingerprints = torch.zeros(len(indices), dtype=torch.int64, device=device)
+    def parts() -> Iterator[tuple[str, Tensor, int]]:
         for shard in shards:
-            index = indices[shard.name]
-            fingerprints[index].add_(_write_shard(shard, layout.entries[index].view(segment)))
-            elements[index] += shard.data.numel()
-        # To read the sums is to wait for the copies, which were queued before.
-        return torch.stack([fingerprints.cpu(), torch.tensor(elements)])
+            if segment is None:
+                total = shard_sum(shard.data, shard.global_shape, shard.offset)
+            else:
+                total = _write_shard(shard, entries[shard.name].view(segment))
+            yield shard.name, total, shard.data.numel()
 
-    sums = ranks.together(what, write)
+    # To read the sums is to wait for the copies, which were queued before.
+    sums = ranks.together(what, lambda: sums_by_name(entries, parts()))
     ranks.add(sums)
     found = list(zip(layout.entries, *sums.tolist(), strict=True))
     if gaps := [each for each in found if each[2] != math.prod(each[0].shape)]:
         missing = (f"{count} of {math.prod(entry.shape)} elements of {entry.name}" for entry, _, count in gaps)
         raise WeightsError(f"{what}: the ranks' shards hold {', '.join(missing)}")
-    entries = tuple(replace(entry, fingerprint=unsigned(fingerprint)) for entry, fingerprint, _ in found)
-    return replace(layout, entries=entries)
+    return replace(layout, entries=tuple(replace(entry, fingerprint=each) for entry, each, _ in found))
 
 
 def _write_shard(shard: TensorShard, whole: Tensor) -> Tensor:

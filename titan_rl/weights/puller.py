@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from titan_rl.errors import WeightsError
-from titan_rl.weights.fingerprint import combined_fingerprint, shard_fingerprint, shard_sum, signed, unsigned
-from titan_rl.weights.manifest import Publication, TensorEntry, TensorShard
+from titan_rl.weights.adapters import adapted
+from titan_rl.weights.fingerprint import combined_fingerprint, shard_sum, signed, sums_by_name
+from titan_rl.weights.manifest import Publication, TensorShard
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
-from titan_rl.weights.tensor_files import write_shards
+from titan_rl.weights.tensor_files import shards_of_files, write_shards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +31,19 @@ _NAMED = 6
 
 
 class SharedMemoryReader:
-    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread. `page_lock`: see
-    `map_tensor`."""
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread.
 
-    def __init__(self, *, page_lock: bool = True) -> None:
+    Args:
+        base: the checkpoint directory that adapters were trained on; its tensors stay mapped once they are needed.
+        device: where effective weights are computed.
+        page_lock: see `map_tensor`.
+    """
+
+    def __init__(self, base: Path | None = None, device: str = "cpu", *, page_lock: bool = True) -> None:
         self._page_lock = page_lock
+        self._directory = base
+        self._base: dict[str, TensorShard] = {}
+        self._device = device
         self._mapped: dict[Path, tuple[Tensor, Identity]] = {}  # the bytes [N] uint8, and of which file
 
     def tensors(self, publication: Publication) -> Iterator[tuple[str, Tensor]]:
@@ -45,6 +54,20 @@ class SharedMemoryReader:
         """
         content = self._content(publication)
         return ((entry.name, entry.view(content)) for entry in publication.manifest.entries)
+
+    def served(self, publication: Publication) -> Iterator[tuple[str, Any]]:
+        """As `tensors`, of the weights that engines compute with: of those that LoRA adapts, an `AdaptedTensor`. What
+        the base lacks is missing."""
+        stored, served = self.tensors(publication), publication.manifest.served
+        if not served:
+            yield from stored
+            return
+        if not self._base and self._directory is not None:
+            self._base = {shard.name: shard for shard in shards_of_files(self._directory)}
+        adapters = dict(stored)
+        for entry in served:
+            if (base := self._base.get(entry.name)) is not None:
+                yield entry.name, adapted(base, adapters, getattr(torch, entry.dtype), self._device)
 
     def _content(self, publication: Publication) -> Tensor:
         path = segment_at(publication.location)
@@ -68,7 +91,7 @@ def save_publication(publication: Publication, directory: Path) -> None:
     as it was published, StorageError if it cannot be written."""
     shards = [TensorShard.whole(*each) for each in SharedMemoryReader(page_lock=False).tensors(publication)]
     for entry, shard in zip(publication.manifest.entries, shards, strict=True):
-        if shard_fingerprint(shard.data, shard.global_shape, shard.offset) != entry.fingerprint:
+        if shard_sum(shard.data, shard.global_shape, shard.offset) != entry.fingerprint:
             raise WeightsError(f"{publication}: {entry.name} is not what was published")
     write_shards(directory / "model.safetensors", shards)
 
@@ -85,46 +108,30 @@ def verify(publication: Publication, served: Iterable[TensorShard], group: Proce
     ranks = Ranks(group)
     expected = publication.manifest.expected
     what = f"{publication} is not what the engine computes with"
-    mine, problems = ranks.together(what, lambda: _look(expected, served))
-    sums = torch.tensor([*mine, len(problems)], dtype=torch.int64)
+    problems: list[str] = []
+
+    def parts() -> Iterator[tuple[str, Tensor, int]]:
+        for shard in served:
+            dtype, shape = str(shard.data.dtype).removeprefix("torch."), tuple(shard.global_shape)
+            if (entry := expected.get(shard.name)) is None:
+                problems.append(f"{shard.name} was never published")
+            elif (dtype, shape) != (entry.dtype, entry.shape):
+                problems.append(f"{shard.name} is {dtype} {shape}, published as {entry.dtype} {entry.shape}")
+            else:
+                yield shard.name, shard_sum(shard.data, shape, shard.offset), shard.data.numel()
+
+    sums = ranks.together(what, lambda: sums_by_name(expected, parts()))
     ranks.add(sums)
-    *totals, any_problems = sums.tolist()
-    found = []
-    if any_problems:
-        everyones = ranks.gather(problems)
-        found += [f"{each} (rank {rank})" for rank, theirs in enumerate(everyones) for each in theirs]
-    count = len(expected)
-    for (name, entry), fingerprint, elements in zip(expected.items(), totals[:count], totals[count:], strict=True):
+    everyones = ranks.gather(problems) if ranks.any(bool(problems)) else []
+    found = [f"{each} (rank {rank})" for rank, theirs in enumerate(everyones) for each in theirs]
+    for (name, entry), fingerprint, elements in zip(expected.items(), *sums.tolist(), strict=True):
         size = math.prod(entry.shape)
         copies, rest = divmod(elements, max(size, 1))
         if rest or size > elements:
             found.append(f"{name} is missing" if not elements else f"{name} has {elements} of {size} elements")
-        elif unsigned(fingerprint) != unsigned(copies * entry.fingerprint):
+        elif fingerprint != signed(copies * entry.fingerprint):
             found.append(f"{name} is not what was published")
     if found:
         more = f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
         raise WeightsError(f"{what}: {'; '.join(found[:_NAMED])}{more}")
     return combined_fingerprint(publication.manifest)
-
-
-def _look(expected: dict[str, TensorEntry], served: Iterable[TensorShard]) -> tuple[list[int], list[str]]:
-    """Of this rank: the fingerprint of what it holds of each expected tensor, then how many elements that is; and
-    problems."""
-    fingerprints, elements = dict.fromkeys(expected, 0), dict.fromkeys(expected, 0)
-    problems: list[str] = []
-    looked: list[tuple[str, Tensor]] = []
-    for shard in served:
-        entry = expected.get(shard.name)
-        if entry is None:
-            problems.append(f"{shard.name} was never published")
-            continue
-        dtype, shape = str(shard.data.dtype).removeprefix("torch."), tuple(shard.global_shape)
-        if (dtype, shape) != (entry.dtype, entry.shape):
-            problems.append(f"{shard.name} is {dtype} {shape}, published as {entry.dtype} {entry.shape}")
-            continue
-        looked.append((shard.name, shard_sum(shard.data, shape, shard.offset)))
-        elements[shard.name] += shard.data.numel()
-    sums = torch.stack([each for _, each in looked]).tolist() if looked else []  # the only read from a device
-    for (name, _), fingerprint in zip(looked, sums, strict=True):
-        fingerprints[name] += fingerprint
-    return [*map(signed, fingerprints.values()), *elements.values()], problems

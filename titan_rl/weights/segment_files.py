@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,30 +114,23 @@ def sweep_dead_segments(directory: Path = DIRECTORY) -> list[Path]:
     Processes that share the directory must see each other's process ids (containers that share /dev/shm share the pid
     namespace).
     """
-    return _remove(path for path, match in _segments(directory) if not _alive(int(match["owner"])))
+    return _remove(directory, lambda owner, _: not _alive(owner))
 
 
 def remove_segments_of(owner_pid: int, directory: Path = DIRECTORY, *, channel: str = "") -> list[Path]:
     """Remove all files of one owner, or those of one channel; returns which. Mappings that exist stay valid."""
-    return _remove(
-        path
-        for path, match in _segments(directory)
-        if int(match["owner"]) == owner_pid and channel in ("", match["channel"])
-    )
+    return _remove(directory, lambda owner, its: owner == owner_pid and channel in ("", its))
 
 
-def _segments(directory: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    for path in sorted(directory.iterdir()):
-        if (match := _PATTERN.fullmatch(path.name)) is not None:
-            yield path, match
-
-
-def _remove(paths: Iterable[Path]) -> list[Path]:
+def _remove(directory: Path, unwanted: Callable[[int, str], bool]) -> list[Path]:
+    """`unwanted`: of an owner and a channel."""
     removed = []
-    for path in paths:
-        with suppress(FileNotFoundError, PermissionError):  # another process swept it first, or it is another user's
-            path.unlink()
-            removed.append(path)
+    for path in sorted(directory.iterdir()):
+        match = _PATTERN.fullmatch(path.name)
+        if match is not None and unwanted(int(match["owner"]), match["channel"]):
+            with suppress(FileNotFoundError, PermissionError):  # another process was first, or it is another user's
+                path.unlink()
+                removed.append(path)
     return removed
 
 

@@ -214,7 +214,7 @@ class VllmEngine(Engine):
         whole = dict(tensors)
         named = {LM_HEAD: whole[EMBEDDING], **whole} if EMBEDDING in whole and self._tied else whole
         if not self._shards:
-            self.model.load_weights(whole.items())
+            self.model.load_weights((name, tensor[()]) for name, tensor in whole.items())  # it knows no adapters
             weights.check_places(named, weights.served_shards(self.model, packed=False))
             if self._linears is not None:
                 self._linears.drop_originals(self.model)

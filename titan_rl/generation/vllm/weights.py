@@ -65,7 +65,8 @@ def served_shards(model: torch.nn.Module, *, packed: bool = True) -> Iterator[Te
 
 
 def load(tensors: Mapping[str, Tensor], served: Iterable[TensorShard]) -> None:
-    """Store whole tensors in these shards; a shard of another name stays as it is. The tensors may change after it."""
+    """Store whole tensors, or adapted ones, in these shards; a shard of another name stays as it is. The tensors may
+    change after it."""
     for shard in served:
         if (whole := tensors.get(shard.name)) is None:
             continue

@@ -142,11 +142,6 @@ class GradedTurn:
     role: str = ""
     """Whose turn it is, in a game or a team."""
 
-    @property
-    def state(self) -> bytes:
-        """Equal where the policy was asked the same, token by token."""
-        return self.prompt.tobytes()
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradedRollout:

@@ -27,7 +27,7 @@ def advantages(
         rewards = [each.reward for each in rollout.turns]
         rewards[-1:] = [each + rollout.grade for each in rewards[-1:]]
         for turn, (each, earned) in enumerate(zip(rollout.turns, discounted_sums(rewards, gamma), strict=True)):
-            places[each.state].append((number, turn, earned))
+            places[each.prompt.tobytes()].append((number, turn, earned))
     for same in places.values():
         for (number, turn, _), each in zip(same, standardized(np.array([r for *_, r in same]), epsilon), strict=True):
             credit[number][turn] += weight * each

@@ -24,7 +24,8 @@ from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.nn_modules import RMSNorm
 
 from titan_rl.generation.vllm import rows
-from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.config import LoraConfig, TrainerConfig
+from titan_rl.weights.adapters import effective
 
 _Stream = Tensor | tuple[Tensor, Tensor]
 """Rows between layers, or the two summands of them."""
@@ -46,7 +47,7 @@ def make_bitwise(model: Any, config: TrainerConfig) -> None:
         elif isinstance(module, Linear) and module is not model.lm_head and module.bias is None:
             # engines halve the layers that tensor-parallel ranks would sum over
             product = rows.halved_linear if name.endswith((".wo", ".w2")) else rows.row_linear
-            module.forward = partial(_linear, module, product)
+            module.forward = partial(_linear, module, product, config.lora)
     model.lm_head.as_engine = True
 
 
@@ -136,6 +137,10 @@ def _attention(
     return attended
 
 
-def _linear(module: Any, product: Callable[..., Tensor], x: Tensor) -> Tensor:
-    made: Tensor = _Product.apply(product, x.flatten(0, -2), module.weight)
+def _linear(module: Any, product: Callable[..., Tensor], lora: LoraConfig, x: Tensor) -> Tensor:
+    weight = module.weight
+    if hasattr(module, "lora_a"):  # engines compute with what the adapters make of it
+        scaled = module.lora_a.weight, lora.scale * module.lora_b.weight
+        weight = _Agreed.apply(partial(effective, weight.dtype), lambda base, a, b: base + b @ a, weight, *scaled)
+    made: Tensor = _Product.apply(product, x.flatten(0, -2), weight)
     return made.view(*x.shape[:-1], -1)

@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -40,15 +42,20 @@ from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
 from titan_rl.errors import ConfigError
-from titan_rl.policy.config import TrainerConfig
+from titan_rl.policy.config import LoraConfig, LoraTarget, TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
-from titan_rl.policy.models.architecture import Architecture
+from titan_rl.policy.models.architecture import Architecture, read_shape
+from titan_rl.policy.models.checkpoint import load_weights
 from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.support import Supports
+from titan_rl.weights.adapters import adapter_names
 
 SPMD_BACKEND = "partial_dtensor"
 """torchtitan's default, spmd_types, fails on two or more ranks of torch 2.13."""
+
+_LORA_MODULES = dict(zip(get_args(LoraTarget), ("wq", "wkv", "wkv", "wo", "w1", "w3", "w2"), strict=True))
+"""torchtitan's configs of what `trainer.lora.target_modules` names."""
 
 _CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
@@ -66,6 +73,8 @@ class Policy:
     tensors: dict[str, Tensor]
     """The live float32 weights by Hugging Face name, detached; they share the parameters' storage, which stays.
     DTensors where they are sharded."""
+    trained: dict[str, Tensor]
+    """Those that learn: `tensors`, or LoRA's adapters likewise, by PEFT's names."""
     device: torch.device
     shares_prompts: bool
     """Whether its attention computes a prompt once that several samples begin with; the varlen kernel does not."""
@@ -80,14 +89,6 @@ class Policy:
             batch.tokens, batch.positions, documents, batch.rows, batch.targets, temperature, batch.supports
         )
         return scores
-
-    @property
-    def tensor_group(self) -> torch.distributed.ProcessGroup | None:
-        return self.dims.get_mesh("tp").get_group() if self.dims.tp_enabled else None
-
-    @property
-    def data_rank(self) -> int:
-        return torch.distributed.get_rank() // self.dims.tp
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Those of `scores`, and its rows, without gradient: nothing is kept for a backward pass."""
@@ -133,6 +134,11 @@ def build_policy(
     set_qwen3_sharding_config(model_config, enable_sp=config.sequence_parallel, enable_ep=False)
     head = model_config.lm_head.sharding_config
     model_config.lm_head.sharding_config = dataclasses.replace(head, out_src_shardings=None, out_dst_shardings=None)
+    names = shape.adapter(model_config)
+    if config.lora.r:
+        modules = sorted({_LORA_MODULES[each] for each in config.lora.target_modules})
+        converter = LoRAConverter.Config(rank=config.lora.r, alpha=config.lora.lora_alpha, target_modules=modules)
+        model_config = LoRAConverter(converter).convert(model_config)
     with torch.device("meta"):
         model = model_config.build()
     parallelize_qwen3(
@@ -156,32 +162,42 @@ def build_policy(
 
         make_bitwise(model, config)
     model.train()
+    tensors = names.to_hf(model.state_dict())
     return Policy(
         module=model,
         dims=dims,
         shape=shape,
-        tensors=shape.adapter(model_config).to_hf(model.state_dict()),
+        tensors=tensors,
+        trained=_adapters(model.state_dict(), names) if config.lora.r else tensors,
         device=device,
         shares_prompts=not varlen,
         multiple=config.tensor_parallel if config.sequence_parallel else 1,
     )
 
 
-def frozen_policy(shape: Architecture, config: TrainerConfig, *, beside: Policy) -> Policy:
-    """A policy with empty weights, sharded like `beside`. It never learns: no gradient, no optimizer."""
+def _adapters(state: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for which, kind in enumerate((".lora_a.", ".lora_b.")):
+        of_weights = {name.replace(kind, "."): tensor for name, tensor in state.items() if kind in name}
+        found |= {adapter_names(name)[which]: tensor for name, tensor in names.to_hf(of_weights).items()}
+    return found
+
+
+def frozen_policy(policy: Policy, config: TrainerConfig, teacher: Path | None = None) -> Policy:
+    """The policy with its weights as they are now, bit for bit, or a teacher's checkpoint, sharded like it. It never
+    learns: no gradient, no optimizer."""
+    shape = policy.shape if teacher is None else read_shape(teacher)
+    lora = config.lora if teacher is None else LoraConfig()  # a teacher is all in its checkpoint
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
-    config = dataclasses.replace(config, activation_checkpointing="none")
-    frozen = build_policy(shape, config, beside.device, beside=beside)
+    config = dataclasses.replace(config, activation_checkpointing="none", lora=lora)
+    frozen = build_policy(shape, config, policy.device, beside=policy)
     frozen.module.eval().requires_grad_(False)
-    return frozen
-
-
-def frozen_copy(policy: Policy, config: TrainerConfig) -> Policy:
-    """A frozen policy with the weights of this one as they are now, bit for bit."""
-    frozen = frozen_policy(policy.shape, config, beside=policy)
+    if teacher is not None:
+        load_weights(frozen, teacher)
+        return frozen
     with torch.no_grad():
-        for name, tensor in policy.tensors.items():
-            frozen.tensors[name].copy_(tensor)
+        for name, tensor in (policy.tensors | policy.trained).items():
+            (frozen.tensors | frozen.trained)[name].copy_(tensor)
     return frozen
 
 
