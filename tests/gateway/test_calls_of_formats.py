@@ -134,7 +134,7 @@ STRAY += ['{"name": "add", "arguments": {}}', '{"name": "add", "parameters": {}}
 
 def stray_turn(chat: ChatRenderer, call: list[int], chance: random.Random) -> list[int]:
     """Of words, of all the format's marks, in any order, and of pieces of a call."""
-    marks = [token for name, token in chat._tokenizer.get_vocab().items() if len(name) > 1]
+    marks = sorted(token for name, token in chat._tokenizer.get_vocab().items() if len(name) > 1)
     turn: list[int] = []
     for _ in range(chance.randint(1, 10)):
         match chance.choices(["mark", "words", "call"], [9, 9, 2])[0]:

@@ -42,13 +42,14 @@ LOWEST_LOGPROB = -9999.0
 LONGEST_MARK = 80
 """Characters of a mark such as `<tool_call>`; what is longer is text."""
 
-_THINK = r"</?(?:think|thinking|reasoning)>"
+_THINK = r"</?(?:think|thinking|reasoning)(?::\w+)?>"
 _CALL = r"<[^<>\s]{0,80}(?:(?:tool|call|func|invoke|arg|think|assistant)[^<>\s]{0,80}>|[|｜][^<>\s]{0,80}[>\s])"
 _CALL += r"|\[/?[A-Z]+(?:_[A-Z]+)+\]"
 _MARK = re.compile(f"(?P<think>{_THINK})|{_CALL}", re.IGNORECASE)
 _MARK_BEGINS = re.compile(rf"(?:<[^<>\s]{{0,{LONGEST_MARK}}}|\[/?[A-Za-z_]{{0,{LONGEST_MARK}}})\Z")
 
-THOUGHT_END = "</think>"
+THOUGHTS = ("think", "think:opensource")
+"""Names of the marks around a thought. In formats with others, thoughts and calls are not read before the end."""
 PARSE_EACH = 256
 """A turn without content so far is parsed again at each piece while it has at most this many tokens. A longer turn is
 parsed when it has grown by a sixteenth, or when a mark was closed, and then at each of the next `PARSE_NEAR` tokens."""
@@ -248,8 +249,11 @@ class ChoiceReader:
         self._kept: tuple[int, Message] | None = None  # where a mark begins behind content, and the turn up to there
         self._searched = 0  # characters that were searched for that mark
         if self._chat is not None:
-            with suppress(TaskError):  # a tokenizer that cannot write it has no thoughts
-                self._thought_end = renderer.encode(THOUGHT_END)
+            for name in THOUGHTS:
+                with suppress(TaskError):  # a tokenizer that cannot write it has no thoughts
+                    thought = renderer.parse(renderer.encode(f"<{name}>a</{name}>"), FinishReason.LENGTH)
+                    if thought.reasoning == "a" and not thought.content:
+                        self._thought_end = renderer.encode(f"</{name}>")
         self._text = StreamedText(
             renderer.decode,
             stops=call.stop,
@@ -309,8 +313,7 @@ class ChoiceReader:
             if message.reasoning and not content and not message.tool_calls:
                 # A thought that was cut off reads as if it had ended there; some formats strip only one that ended.
                 thought = self._parse(turn, FinishReason.LENGTH, self._thought_end)
-                other = thought.content or THOUGHT_END in thought.reasoning  # thoughts end in another way here
-                message = message if other else thought
+                message = message if thought.content else thought
             message = message._replace(
                 content=content[: self._first_stop(content)],
                 reasoning=message.reasoning[: self._first_stop(message.reasoning)],

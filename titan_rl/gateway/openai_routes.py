@@ -22,6 +22,7 @@ from titan_rl.gateway.bodies import STREAMS, JsonRoute
 from titan_rl.gateway.calls import ApiError, Delta, ServedPolicy
 from titan_rl.gateway.openai_protocol import ChatCompletionRequest, CompletionRequest
 from titan_rl.gateway.sampling import Sampler
+from titan_rl.types import ToolCall
 
 
 def routes(sampler: Sampler) -> APIRouter:
@@ -137,20 +138,18 @@ class ChatAnswer(OpenAIAnswer):
         return {**super().whole(deltas), **more}
 
     def choice(self, delta: Delta) -> Json:
-        content = {**self._content(delta), "refusal": None}
-        if delta.calls and not delta.text:
+        calls = [_call(each, json.dumps(each.arguments)) for each in delta.calls]
+        content = {**self._content(delta), **({"tool_calls": calls} if calls else {}), "refusal": None}
+        if calls and not delta.text:
             content["content"] = None
         return self._choice_json(delta, {"message": content}, self._logprobs(delta))
 
     def events(self, delta: Delta) -> Iterator[Json]:
         content = self._content(delta)
-        calls = content.pop("tool_calls", [])
-        parts = [content] if content or not calls else []
-        for place, call in enumerate(calls, delta.first_call):  # its id and name come before its arguments
-            told = {"name": call["function"]["name"], "arguments": ""}
-            parts.append({"tool_calls": [{"index": place, **call, "function": told}]})
-            told = {"arguments": call["function"]["arguments"]}
-            parts.append({"tool_calls": [{"index": place, "function": told}]})
+        parts = [content] if content or not delta.calls else []
+        for place, call in enumerate(delta.calls, delta.first_call):
+            parts.append({"tool_calls": [{"index": place, **_call(call, "")}]})
+            parts.append({"tool_calls": [{"index": place, "function": {"arguments": json.dumps(call.arguments)}}]})
         if delta.choice is not None and (parts[0] or delta.tokens):
             parts.append({})
         for part in parts[:-1]:
@@ -164,10 +163,7 @@ class ChatAnswer(OpenAIAnswer):
     def _content(self, delta: Delta) -> Json:
         content: Json = {"role": "assistant", "content": ""} if delta.first else {}
         content |= {"reasoning_content": delta.reasoning} if delta.reasoning else {}
-        content |= {"content": delta.text} if delta.text else {}
-        called = [(call.id, {"name": call.name, "arguments": json.dumps(call.arguments)}) for call in delta.calls]
-        calls = [{"id": call_id, "type": "function", "function": function} for call_id, function in called]
-        return {**content, "tool_calls": calls} if calls else content
+        return content | ({"content": delta.text} if delta.text else {})
 
     def _logprobs(self, delta: Delta) -> Json | None:
         if not self.body.logprobs:
@@ -175,6 +171,10 @@ class ChatAnswer(OpenAIAnswer):
         tops = [[_logprob(*one) for one in each.top] for each in delta.logprobs]
         sampled = zip(delta.logprobs, tops, strict=True)
         return {"content": [{**_logprob(*each[:2]), "top_logprobs": top} for each, top in sampled]}
+
+
+def _call(call: ToolCall, arguments: str) -> Json:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _logprob(token: bytes, logprob: float) -> Json:
