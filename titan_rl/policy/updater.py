@@ -154,12 +154,15 @@ class PolicyUpdater:
         """One supervised step on demonstrations: cross entropy of their responses, or DPO. No policy version.
 
         The first call makes an optimizer of its own, the first `train_step` throws it away. Of a demonstration, only
-        token ids, loss mask and which one of a pair it is are used. Raises as `train_step`; also when RL has begun.
+        token ids, loss mask and which one of a pair it is are used. Raises as `train_step`; also when RL has begun, or
+        `trainer.warmup.steps` is 0.
         """
         from titan_rl.policy.optimizer import warm_up_optimizer
 
         if self.step:
             raise TrainingError(f"a warm-up step was asked for after {self.step} RL steps")
+        if not self._config.warmup.steps:
+            raise TrainingError("a warm-up step was asked for, but trainer.warmup.steps is 0")
         if self._warm_up is None:
             self._warm_up = warm_up_optimizer(self._config.warmup, self._policy.module)
             if self._config.warmup.dpo_beta:
@@ -171,9 +174,11 @@ class PolicyUpdater:
 
     def freeze_reference(self) -> None:
         """Compare the policy from now on with its weights as they are now, or with the teacher: the KL term of the
-        loss."""
+        loss. Raises TrainingError if `trainer.kl.coefficient` is 0."""
         from titan_rl.policy.models.model import frozen_policy
 
+        if not self._config.kl.coefficient:
+            raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
         self._reference = self._warm_up = self._preferences = None  # their memory goes before the next one's is taken
         self._reference = frozen_policy(self._policy, self._config, self._teacher)
 
@@ -226,6 +231,8 @@ class PolicyUpdater:
     def begin_save(self, directory: Path) -> None:
         """Copy in memory all that later steps depend on, and begin to write it to `directory`; `finish_save` waits.
         Raises StorageError where it cannot be written, TrainingError where there is nothing whole to save."""
+        if not self.step:
+            raise TrainingError("there is nothing to save before the first step")
         self._raise_if_torn()
         step = TensorShard.whole("step", torch.tensor(self.step))
         self._writer.begin([*self._state, *self._frozen(), *self._marks, step], directory)
