@@ -135,7 +135,7 @@ async def test_calls_have_their_own_outcomes_in_any_order_of_their_ends(connecti
 
 
 async def test_a_call_is_made_although_whoever_made_it_is_cancelled_at_once(connection: Connection) -> None:
-    """A trainer's calls are numbered, and its ranks run them in the order of the numbers: none may be missing."""
+    """A trainer's calls are numbered, and its ranks refuse a number that is not the next: none may be missing."""
     abandoned = asyncio.create_task(connection.call(SECONDS, Echo.count))
     abandoned.cancel()
     assert await connection.call(SECONDS, Echo.count) == 2
