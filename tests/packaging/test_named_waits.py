@@ -36,7 +36,6 @@ ENDED_BY = {
     "actors/rollouts.py:_alive": "a worker that is set up; whoever gives up the last one ends the caller",
     "actors/rollouts.py:run_group": "a call to a worker, which ends with its process; environments have time limits",
     "actors/router_client.py:_generate": "its last token; a lost router is replaced and asked again",
-    "actors/trainer.py:run": "the calls before it; a stuck rank is found by its pulse; the caller has a bound",
     "loop/versions.py:_push": "the trainer's call, which is bounded or waits for its replacement",
     "loop/checkpoints.py:written": "calls with a bound, then the disk; a stopped run waits SAVE_SECONDS",
     "loop/loop.py:_train": "the step, whose calls have a bound",

@@ -181,6 +181,8 @@ class PolicyUpdater:
             raise TrainingError("there is no reference policy to freeze: trainer.kl.coefficient is 0")
         self._reference = self._warm_up = self._preferences = None  # their memory goes before the next one's is taken
         self._reference = frozen_policy(self._policy, self._config, self._teacher)
+        if self._teacher is not None:
+            checkpoint.load_weights(self._reference, self._teacher)
 
     def train_step(
         self, batch: SampleBatch, plan: PackingPlan, recorder: TokenScoreRecorder | None = None

@@ -45,7 +45,6 @@ from titan_rl.errors import ConfigError
 from titan_rl.policy.config import LoraConfig, LoraTarget, TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.architecture import Architecture, read_shape
-from titan_rl.policy.models.checkpoint import load_weights
 from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.support import Supports
@@ -184,20 +183,18 @@ def _adapters(state: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:
 
 
 def frozen_policy(policy: Policy, config: TrainerConfig, teacher: Path | None = None) -> Policy:
-    """The policy with its weights as they are now, bit for bit, or a teacher's checkpoint, sharded like it. It never
-    learns: no gradient, no optimizer."""
+    """The policy with its weights as they are now, bit for bit, or with empty ones a teacher's, sharded like it. It
+    never learns: no gradient, no optimizer."""
     shape = policy.shape if teacher is None else read_shape(teacher)
     lora = config.lora if teacher is None else LoraConfig()  # a teacher is all in its checkpoint
     # Nothing is kept for a backward pass, so there is nothing to recompute in one.
     config = dataclasses.replace(config, activation_checkpointing="none", lora=lora)
     frozen = build_policy(shape, config, policy.device, beside=policy)
     frozen.module.eval().requires_grad_(False)
-    if teacher is not None:
-        load_weights(frozen, teacher)
-        return frozen
-    with torch.no_grad():
-        for name, tensor in (policy.tensors | policy.trained).items():
-            (frozen.tensors | frozen.trained)[name].copy_(tensor)
+    if teacher is None:
+        with torch.no_grad():
+            for name, tensor in (policy.tensors | policy.trained).items():
+                (frozen.tensors | frozen.trained)[name].copy_(tensor)
     return frozen
 
 
