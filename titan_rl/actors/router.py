@@ -117,7 +117,7 @@ class GeneratorRouter(RequestServer):
             (whole if self.dispatcher.ended_whole(attempt_id, reason) else parts).append(place)
         answers: list[Completion] = []
         errors: list[tuple[str, TitanError]] = []
-        for part in completions.select(parts).unpack():
+        for part in completions.select(parts).unpack() if parts else ():
             if (answer := self.dispatcher.completed(part.request_id, part)) is not None:
                 answers.append(answer)
         for attempt_id, error in failures:

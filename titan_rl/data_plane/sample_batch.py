@@ -85,10 +85,11 @@ def reference_to(sample: TrainingSample) -> SampleRef:
 _encode = msgspec.msgpack.Encoder(enc_hook=methodcaller("item")).encode  # a script's numbers may be numpy's
 
 
-def to_message(plain: Any) -> bytes:
+def to_message(plain: Any, known: bytes = b"") -> bytes:
     """Plain data for a message. Names and numbers that rows have in common are most of it, so it is deflated: a report
-    of 8 rollouts has 1.0 kB then, and 3.6 kB before."""
-    return zlib.compress(_encode(plain), 1)
+    of 8 rollouts has 0.8 kB then, and 3.6 kB before. `known`: an example of it, which the receiver has too."""
+    deflate = zlib.compressobj(zdict=known)
+    return deflate.compress(_encode(plain)) + deflate.flush()
 
 
 @dataclass(frozen=True, slots=True)

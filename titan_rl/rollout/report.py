@@ -121,7 +121,7 @@ class GroupReport:
     """Processes of user code that died in the worker since its last report."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_message, (to_message(self),)
+        return _from_message, (to_message(self, _BLANK),)
 
     @property
     def oldest_version(self) -> int | None:
@@ -153,11 +153,14 @@ class GroupReport:
         return len(self.rewards) == 1 and all(r.exact_match >= 1.0 and not r.error for r in self.rollouts)
 
 
+_BLANK = msgspec.msgpack.encode(RolloutRecord(purpose=Purpose.TRAIN, group=0, sample=0))
+"""Has the names of all fields. A message of a process where they are others is refused."""
+
 _decode = msgspec.msgpack.Decoder(GroupReport).decode
 
 
 def _from_message(content: bytes) -> GroupReport:
-    return _decode(zlib.decompress(content))
+    return _decode(zlib.decompressobj(zdict=_BLANK).decompress(content))
 
 
 def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleRef]) -> GroupReport:

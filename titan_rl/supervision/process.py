@@ -86,9 +86,18 @@ def prepare_controller() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def send_while_importing() -> None:
+    """Let threads send messages by Monarch at the moment when another one has imported torch. The first message makes
+    Monarch's pickler for torch. Until then it was None, and what other threads sent failed with a TypeError."""
+    from monarch._src.actor import pickle
+
+    pickle._TorchPickler = pickle._TorchPickler or pickle.cloudpickle.Pickler
+
+
 def prepare_process(mesh: str, log_directory: str, imports: tuple[str, ...], spans: bool = False) -> None:
     """Begin the process's timeline in `SPANS` beside the logs, if there are both, and import the user's modules in
     order, under the names that pickles refer to."""
+    send_while_importing()
     if log_directory and spans:
         rank, host = int(os.environ.get("RANK", "0")), os.environ.get(HOST, "")
         timeline.begin(Path(log_directory).parent / SPANS, mesh, rank=rank, host=host)

@@ -35,7 +35,7 @@ from titan_rl.rpc.connection import bounded
 from titan_rl.supervision import proxy
 from titan_rl.supervision.fork_server import Stage
 from titan_rl.supervision.placement import TORCHRUN_VARIABLES, Kind, MeshPlan
-from titan_rl.supervision.process import prepare_process
+from titan_rl.supervision.process import prepare_process, send_while_importing
 from titan_rl.supervision.run_end import until_either
 
 STOP_SECONDS = 20.0
@@ -176,6 +176,7 @@ class Provisioner:
         self.hosts: dict[str, Host] = {here.name: here}
         """Those that are not lost, by name."""
         _provisioners.add(self)
+        send_while_importing()
         monarch.actor.unhandled_fault_hook = _hear
 
     async def attach(
