@@ -163,6 +163,9 @@ class SamplingParams:
     """Whether the completion says what each token was drawn from."""
     top_logprobs: int = 0
     """Of so many tokens, the likeliest at each place, the completion has the logprobs too; at most `MOST_TOP`."""
+    prompt_logprobs: bool = False
+    """Whether it also has those of the prompt's tokens, and as many likeliest ones at each of their places. They are
+    the policy's own: no other field has a part in them."""
 
     @property
     def truncates(self) -> bool:
@@ -225,6 +228,9 @@ class Sampled:
     supports: Supports | None = None
     """What the T tokens were drawn from, where that was asked for. None: each from the whole vocabulary."""
     top_logprobs: np.ndarray | None = None  # [T, n] TOP, the likeliest first, n as asked for or all; None: not asked
+    prompt_logprobs: np.ndarray | None = None
+    """[T_prompt - 1, 1 + n] TOP, of each token of the prompt but its first: itself, then the likeliest. None: not asked
+    for, or these are not the completion's first tokens."""
 
     def __post_init__(self) -> None:
         _require_arrays(self, SAMPLED_ARRAYS)
@@ -265,7 +271,9 @@ def sampled_arrays(*parts: Sampled, start: int = 0, end: int | None = None) -> d
     supports = Supports.join((part.supports, len(part.token_ids)) for part in parts)
     tops = [part.top_logprobs for part in parts if part.top_logprobs is not None]
     top = np.concatenate(tops)[start:end] if tops else None
-    return {"supports": supports and supports.select(slice(start, end)), "top_logprobs": top} | {
+    prompt = parts[0].prompt_logprobs if parts and not start else None
+    told = {"supports": supports and supports.select(slice(start, end)), "top_logprobs": top, "prompt_logprobs": prompt}
+    return told | {
         name: np.concatenate([np.zeros(0, dtype), *(getattr(part, name) for part in parts)])[start:end]
         for name, dtype in SAMPLED_ARRAYS.items()
     }

@@ -41,7 +41,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 
 class TellingFleet(ScriptedFleet):
-    """Says these tokens. The likeliest are the one before it in the vocabulary, itself, and one that is impossible."""
+    """Says these tokens. The likeliest are the one before it in the vocabulary, itself, and one that is impossible; so
+    they are in a prompt."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
@@ -50,14 +51,19 @@ class TellingFleet(ScriptedFleet):
     async def generate(self, request: GenerationRequest) -> Completion:
         self.asked.append(request)
         count, asked = len(self._tokens), request.sampling.top_logprobs
-        top = [[(token - 1, -0.25), (token, -1.5), (0, -np.inf)][:asked] for token in self._tokens]
+
+        def top(token: int) -> list[tuple[int, float]]:
+            return [(token - 1, -0.25), (token, -1.5), (0, -np.inf)][:asked]
+
+        prompt = [[(token, -1.5), *top(token)] for token in request.prompt_token_ids[1:].tolist()]
         return Completion(
             request_id=request.request_id,
             token_ids=np.array(self._tokens, np.int32),
             logprobs=np.full(count, -1.5, np.float32),
             versions=np.zeros(count, np.int64),
             finish_reason=FinishReason.LENGTH,
-            top_logprobs=np.array(top, TOP) if asked else None,
+            top_logprobs=np.array([*map(top, self._tokens)], TOP) if asked else None,
+            prompt_logprobs=np.array(prompt, TOP) if request.sampling.prompt_logprobs else None,
         )
 
 
@@ -131,6 +137,62 @@ async def test_the_likeliest_tokens_are_told_where_they_are_asked_for(chat, stre
     assert choice["logprobs"]["top_logprobs"] == [{"a": -0.25, "b": -1.5}], "the sampled one is always among them"
     (choice,) = await ask(chat, tokens, TEXT, logprobs=0)
     assert choice["logprobs"]["top_logprobs"] is None
+
+
+def joined(choices: list[dict[str, Any]]) -> dict[str, Any]:
+    """The choice of these chunks."""
+    logprobs = {
+        name: [each for choice in choices for each in choice["logprobs"][name]] for name in choices[0]["logprobs"]
+    }
+    return {"text": "".join(choice["text"] for choice in choices), **logprobs}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("most", [0, 5])
+async def test_an_echoed_prompt_is_told_like_what_was_sampled(chat, stream, as_ids, most):
+    prompt, said = "xé", chat.encode("b€o")[: most or 1]
+    ids = [*chat.encode(prompt), *said[:most]]
+    options = {"echo": True, "logprobs": 1, "stream": stream, "max_tokens": most}
+    told = joined(await ask(chat, said, TEXT, prompt=chat.encode(prompt) if as_ids else prompt, **options))
+    assert told["text"] == chat.decode(ids)
+    assert told["tokens"] == ["x", "\\xc3", "\\xa9", *(["b", "\\xe2", "\\x82", "\\xac", "o"] if most else [])]
+    assert told["token_logprobs"] == [None, *[-1.5] * (len(ids) - 1)], "nothing precedes the first"
+    assert told["top_logprobs"][0] is None and told["top_logprobs"][2] == {"\\xa8": -0.25, "\\xa9": -1.5}
+    assert told["text_offset"] == [0, 1, 1, *([2, 3, 3, 3, 4] if most else [])]
+
+
+async def test_no_character_goes_from_the_prompt_over_to_what_was_sampled(chat):
+    first, second = chat.encode("é")
+    told = joined(await ask(chat, [second, *chat.encode("b")], TEXT, prompt=[first], echo=True, logprobs=1))
+    assert (told["text"], told["text_offset"]) == ("\ufffd\ufffdb", [0, 1, 2])
+
+
+async def test_every_choice_echoes_its_prompt_and_only_sampled_tokens_count_as_completion(chat):
+    body = {"model": MODEL, "prompt": ["ab", "c"], "n": 2, "echo": True, "max_tokens": 0, "return_token_ids": True}
+    async with http_client(app_over(TellingFleet(chat.encode("z")), policy_of(chat, 512))) as http:
+        answer = (await http.post(TEXT, json=body)).json()
+    assert [choice["text"] for choice in answer["choices"]] == ["ab", "ab", "c", "c"]
+    assert {(choice["finish_reason"], *choice["token_ids"]) for choice in answer["choices"]} == {("length",)}
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 0, "total_tokens": 3}
+    assert [
+        choice["text"] for choice in await ask(chat, chat.encode("z"), TEXT, prompt=chat.encode("é"), echo=True)
+    ] == ["éz"]
+
+
+async def test_what_cannot_be_echoed_is_refused_by_name(chat):
+    fleet, policy = TellingFleet(chat.encode("b")), policy_of(chat, 512)
+    keys = RolloutKeys(policy, base_url="http://gateway/v1", run_seed=1)
+    key = (await keys.open(session_request("s"))).api_key
+    body = {"model": MODEL, "prompt": "1", "max_tokens": 0}
+    async with http_client(app_over(fleet, policy)) as anybody, http_client(app_over(fleet, policy, keys), key) as run:
+        answers = [await anybody.post(TEXT, json=body), await run.post(TEXT, json={**body, "echo": True})]
+        scored = await run.post(TEXT, json={**body, "echo": True, "logprobs": 0, "max_tokens": 1})
+    for answer, said in zip(answers, ["unless echo is true", "a turn of a rollout has at least one"], strict=True):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "max_tokens")
+        assert error["message"].startswith("max_tokens: ") and said in error["message"]
+    assert scored.json()["choices"][0]["logprobs"]["token_logprobs"] == [None, -1.5]
 
 
 async def test_a_runs_program_may_ask_for_them_and_draws_as_the_run_does(chat):

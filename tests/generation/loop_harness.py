@@ -29,6 +29,8 @@ from titan_rl.weights.manifest import Manifest, Publication
 from titan_rl.weights.ranks import Ranks
 
 PROMPT = (2, 3, 4, 5, 12)
+LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
+"""Longer than a KV block, so that the prefix cache has something to keep."""
 
 SHARPER = 8.0
 """Factor on the matrices of a fresh policy, whose next-token distribution would be almost uniform otherwise."""

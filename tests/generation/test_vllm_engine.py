@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loop_harness import SWAPS, SWAPS_OF_CI, make_request
+from loop_harness import LONG_PROMPT, SWAPS, SWAPS_OF_CI, make_request
 from rank_processes import run_on_ranks
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -134,6 +134,18 @@ def test_the_likeliest_tokens_are_those_of_the_distribution_that_was_sampled_fro
 def test_who_does_not_ask_is_told_of_no_other_tokens_and_many_are_all_there_are(engine: Facts) -> None:
     assert engine["top"]["unasked"] is None
     assert engine["top"]["all"].shape == (4, 13) and np.allclose(np.exp(engine["top"]["all"]["logprob"]).sum(1), 1)
+
+
+def test_the_tokens_of_a_prompt_have_the_logprobs_that_the_policy_itself_gives_them(engine: Facts) -> None:
+    """However the next token is drawn, and although the cache has the beginning."""
+    scored = engine["scored"]
+    told, reference = scored["prompt"]["scored"], scored["reference"]
+    assert told.shape == (39, 5) and told["token"][:, 0].tolist() == list(LONG_PROMPT[1:])
+    np.testing.assert_allclose(told["logprob"], np.take_along_axis(reference, told["token"], 1), atol=2e-5)
+    np.testing.assert_allclose(told["logprob"][:, 1:], -np.sort(-reference)[:, :4], atol=2e-5)
+    assert scored["cached"] == 0 and scored["tokens"][0] == scored["tokens"][1], "scoring changes no token"
+    assert scored["prompt"]["beside"] is None
+    assert scored["prompt"]["one token"].shape == (0, 1), "nothing precedes it"
 
 
 def test_no_stop_token_comes_before_its_time(engine: Facts) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loop_harness import LONG_PROMPT
 from rank_processes import run_on_ranks
 
 from titan_rl.types import FinishReason
@@ -52,6 +53,18 @@ def test_two_ranks_give_the_tokens_of_one_and_agree_to_the_end(one_rank: list[Fa
     tops = [facts["served"]["whole"].top_logprobs for facts in (one_rank[0], two_ranks[0])]
     np.testing.assert_allclose(*(top["logprob"] for top in tops), atol=TOLERANCE)
     assert tops[0].shape == (40, 3)
+
+
+def test_two_ranks_score_a_prompt_as_one_does_also_where_it_is_in_the_cache(
+    one_rank: list[Facts], two_ranks: list[Facts]
+) -> None:
+    scored = [facts["served"][name] for facts in (one_rank[0], two_ranks[0]) for name in ("scored", "scored again")]
+    assert [each.metrics["generation/cached_tokens"] for each in scored] == [0.0] * 4, "it is computed again"
+    first, *others = (each.prompt_logprobs for each in scored)
+    assert first["token"][:, 0].tolist() == list(LONG_PROMPT[-2::-1]) and first.shape == (39, 4)
+    for other in others:
+        np.testing.assert_allclose(other["logprob"], first["logprob"], atol=TOLERANCE)
+        assert other["token"][:, 0].tolist() == list(LONG_PROMPT[-2::-1])
 
 
 def spans(versions: np.ndarray) -> int:
@@ -142,3 +155,5 @@ def check_torture(torture: Facts) -> None:
             assert (count, completion.finish_reason) == (len(again.token_ids), again.finish_reason), name
         assert completion.token_ids.tolist() == again.token_ids[:count].tolist(), name
         np.testing.assert_allclose(completion.logprobs, again.logprobs[:count], atol=TOLERANCE, err_msg=name)
+        if (told := completion.prompt_logprobs) is not None:
+            np.testing.assert_allclose(told["logprob"], again.prompt_logprobs["logprob"], atol=TOLERANCE, err_msg=name)

@@ -8,13 +8,13 @@ from typing import Any
 
 import cuda_on_cpu  # noqa: F401 (before vLLM)
 import torch
-from loop_harness import PROMPT, make_request
+from loop_harness import LONG_PROMPT, PROMPT, make_request
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor, interpreter_builder
 from vllm.v1.worker.gpu.sample import sampler
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
-from vllm_engine_scenario import config, drain, reference_distribution, reference_logprobs
+from vllm_engine_scenario import config, drain, prompt_distribution, reference_distribution, reference_logprobs
 from vllm_loop_scenario import BOUND, Loop, prefix_cache, several_swaps
 
 from titan_rl.generation.vllm.engine import VllmEngine
@@ -118,6 +118,9 @@ def one_engine(model: Path) -> dict[str, Any]:
     together = drain(engine, requests)
     engine.drop_cache()
     alone = drain(engine, requests[1:2])["hot"].token_ids.tolist()
+    asked = [make_request(name, prompt=LONG_PROMPT, new=3, top_logprobs=4, prompt_logprobs=True) for name in "ab"]
+    asked.append(make_request("one token", prompt=LONG_PROMPT[:1], new=1, prompt_logprobs=True))
+    prompts = [drain(engine, [each])[each.request_id].prompt_logprobs for each in asked]
     engine.add(make_request("counts", new=3))
     ours, get_output = Traffic(), engine._client.get_output
     theirs = 0
@@ -148,6 +151,7 @@ def one_engine(model: Path) -> dict[str, Any]:
             reference_distribution(model, requests[3], together["repeated"]).numpy(),
             [together[name].top_logprobs for name in ("hot", "greedy")],
         ),
+        "scored": (prompts, prompt_distribution(model, LONG_PROMPT).numpy()),
         "kept_going": together["kept-going"].token_ids.tolist(),
         "alone": (alone, together["hot"].token_ids.tolist()),
         "operations": (ours.operations - theirs, theirs),

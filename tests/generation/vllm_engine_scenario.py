@@ -15,7 +15,7 @@ import llvmlite.binding  # noqa: F401 (under numba; vLLM's search for kernels st
 import numpy as np
 import torch
 import torch.distributed as dist
-from loop_harness import PROMPT, SWAPS, SWAPS_OF_CI, make_request
+from loop_harness import LONG_PROMPT, PROMPT, SWAPS, SWAPS_OF_CI, make_request
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from vllm import SamplingParams as VllmSamplingParams
@@ -37,9 +37,6 @@ from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, PANELS, TIED, TensorSh
 from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.puller import SharedMemoryReader, verify
 from titan_rl.weights.ranks import Ranks
-
-LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
-"""Longer than a KV block, so that the prefix cache has something to keep."""
 
 
 def config(**overrides: Any) -> GeneratorConfig:
@@ -233,6 +230,13 @@ def probabilities(model: Path, request: GenerationRequest, completion: Completio
     return (logits / request.sampling.temperature).softmax(-1).numpy()
 
 
+def prompt_distribution(model: Path, prompt: Sequence[int]) -> torch.Tensor:
+    """[T - 1, V] logprobs by transformers, as they are."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return policy(torch.tensor(prompt)[None]).logits[0, :-1].log_softmax(-1)
+
+
 def penalised(logits: torch.Tensor, request: GenerationRequest, so_far: torch.Tensor) -> torch.Tensor:
     """As `SamplingParams` describes it. [V] -> [V]"""
     sampling = request.sampling
@@ -312,6 +316,20 @@ def one_engine(model: Path, other: Path) -> dict[str, Any]:
             done = completions[request.request_id]
             reference = reference_distribution(model, request, done).numpy()
             facts["top"][request.request_id] = done.top_logprobs, reference, done.logprobs
+
+    before = make_request("before", prompt=(*LONG_PROMPT[:-2], 2), new=2)
+    hot = {"temperature": 2.0, "repetition_penalty": 1.7, "top_k": 3, "top_logprobs": 4, "prompt_logprobs": True}
+    scored = [make_request("scored", prompt=LONG_PROMPT, new=8, seed=3, **hot), make_request("beside", new=8)]
+    scored.append(make_request("one token", prompt=LONG_PROMPT[:1], new=1, prompt_logprobs=True))
+    drain(engine, [before])
+    told = drain(engine, scored)
+    unasked = make_request("unscored", prompt=LONG_PROMPT, new=8, seed=3, **hot | {"prompt_logprobs": False})
+    facts["scored"] = {
+        "prompt": {name: each.prompt_logprobs for name, each in told.items()},
+        "reference": prompt_distribution(model, LONG_PROMPT).numpy(),
+        "cached": told["scored"].metrics["generation/cached_tokens"],
+        "tokens": [each.token_ids.tolist() for each in (told["scored"], drain(engine, [unasked])["unscored"])],
+    }
 
     kept_going = completions["kept-going"]
     facts["kept_going"] = kept_going.token_ids.tolist(), kept_going.finish_reason

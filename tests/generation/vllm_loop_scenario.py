@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from loop_harness import PROMPT, Collector, make_request
+from loop_harness import LONG_PROMPT, PROMPT, Collector, make_request
 from safetensors.torch import load_file
 
 from titan_rl.errors import GeneratorNotServing, WeightsError
@@ -32,8 +32,7 @@ from titan_rl.weights.publisher import SharedMemoryPublisher
 from titan_rl.weights.segment_files import segment_at
 
 BOUND = 120.0
-LONG_PROMPT = tuple(2 + index * 7 % 11 for index in range(40))
-"""Longer than a KV block, so that the prefix cache has something to keep."""
+SCORED = LONG_PROMPT[::-1]
 SKIPPED_BY_ONE = 9
 """Incarnation of versions of which the last rank leaves out a tensor."""
 SKIPPED = "model.layers.1.mlp.down_proj.weight"
@@ -308,6 +307,7 @@ def random_request(chance: random.Random, name: str, common: list[int]) -> Gener
         options |= {"stop_token_ids": (chance.randint(2, 12),), "min_new_tokens": chance.randint(0, new)}
     if chance.random() < 0.3:
         options |= {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": -0.3}
+    options["prompt_logprobs"] = len(prompt) % 3 == 0
     return make_request(name, prompt=prompt, new=new, seed=chance.getrandbits(62), **options)
 
 
@@ -395,7 +395,10 @@ def short_life(models: dict[str, str]) -> dict[str, Any]:
 def served(this: Loop) -> dict[str, Completion]:
     this.pull_next("tied_a").result(timeout=BOUND)
     seeded = (make_request(f"seeded{index}", new=12 + index, seed=index) for index in range(6))
-    return this.serve(make_request("whole", new=40, seed=5, top_logprobs=3), *seeded)
+    completions = this.serve(make_request("whole", new=40, seed=5, top_logprobs=3), *seeded)
+    for name in ("scored", "scored again"):
+        completions |= this.serve(make_request(name, prompt=SCORED, top_logprobs=3, prompt_logprobs=True))
+    return completions
 
 
 def tortures(models: dict[str, str], seeds: list[int]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from titan_rl.errors import GeneratorFailed, RequestError
 from titan_rl.routing.attempts import Shown
 from titan_rl.routing.dispatcher import Dispatcher
 from titan_rl.routing.strategies import LeastLoaded, RoundRobin
-from titan_rl.types import Completion, FinishReason, GenerationRequest, Piece, SamplingParams, sampled_arrays
+from titan_rl.types import TOP, Completion, FinishReason, GenerationRequest, Piece, SamplingParams, sampled_arrays
 
 
 def started(dispatcher: Dispatcher, asked: GenerationRequest) -> GenerationRequest:
@@ -106,6 +106,31 @@ def test_what_was_shown_is_never_sampled_again(budget: int, attempts: list[tuple
     joined = [token for each in shown for token in tokens_of(each)]
     assert joined == tokens_of(whole)[: len(joined)]
     assert dispatcher.in_flight("g0") == dispatcher.in_flight("g1") == dispatcher.waiting == 0
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_logprobs_of_a_prompt_are_asked_for_until_a_token_was_sampled(streams: bool) -> None:
+    _, dispatcher = serving(RoundRobin(), 2)
+    asked = request("r0", budget=9)
+    sampling = replace(asked.sampling, top_logprobs=1, prompt_logprobs=True)
+    first = started(dispatcher, replace(asked, sampling=sampling, stream_from=0 if streams else -1))
+    told = np.zeros((2, 2), TOP)
+    nothing = cut(completion(first, 1), 0, FinishReason.ABORT)
+    assert dispatcher.completed(first.request_id, nothing) is None
+    second = resumed(dispatcher)
+    assert second.sampling == sampling, "nothing was sampled, so nothing was told"
+    sampled = replace(completion(second, 4), prompt_logprobs=told)
+    if streams:
+        shown = dispatcher.shown(piece(second, sampled, 0, 3)), dispatcher.shown(piece(second, sampled, 3, 4))
+        assert [each.prompt_logprobs is told for each in shown if each is not None] == [True, False]
+        assert dispatcher.lost(second.request_id) is None
+    else:
+        assert dispatcher.completed(second.request_id, sampled) is None
+    third = resumed(dispatcher)
+    assert len(third.prompt_token_ids) == len(asked.prompt_token_ids) + 4
+    assert third.sampling == replace(sampling, max_new_tokens=5, prompt_logprobs=False)
+    whole = dispatcher.completed(third.request_id, completion(third, 5, FinishReason.LENGTH))
+    assert whole is not None and len(whole.token_ids) == 9 and whole.prompt_logprobs is told
 
 
 def test_a_long_stream_goes_on_where_it_was_too() -> None:

@@ -8,11 +8,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -23,7 +24,11 @@ from titan_rl.gateway.callers import CALLER, Caller
 from titan_rl.gateway.calls import ApiError, CompletionCall, Delta, api_error
 from titan_rl.gateway.sampling import Sampler
 
+T = TypeVar("T")
 Json = dict[str, Any]
+
+LONG_ECHO = 256
+"""Tokens; the logprobs of fewer are written at once."""
 
 
 class Answer(ABC):
@@ -80,7 +85,7 @@ async def respond(sampler: Sampler, answer: Answer, request: Request, model: str
     caller = request.scope[CALLER]
     if stream:
         return EventStream(_events(sampler, answer, caller))
-    return JsonResponse(answer.whole(await sampler.whole(answer.call, caller)))
+    return await _written(lambda deltas: JsonResponse(answer.whole(deltas)), await sampler.whole(answer.call, caller))
 
 
 async def _events(sampler: Sampler, answer: Answer, caller: Caller) -> AsyncGenerator[bytes, None]:
@@ -88,7 +93,7 @@ async def _events(sampler: Sampler, answer: Answer, caller: Caller) -> AsyncGene
     try:
         async with aclosing(sampler.stream(answer.call, caller)) as deltas:
             async for delta in deltas:
-                yield b"".join(map(_event, answer.events(delta)))
+                yield await _written(lambda deltas: b"".join(map(_event, answer.events(deltas[0]))), [delta])
                 begun = True
         yield b"".join(map(_event, answer.last_events()))
     except (ApiError, TitanError) as error:
@@ -96,6 +101,12 @@ async def _events(sampler: Sampler, answer: Answer, caller: Caller) -> AsyncGene
             raise
         yield _event(answer.error_event(api_error(error)))
     yield answer.end_of_stream
+
+
+async def _written(write: Callable[[list[Delta]], T], deltas: list[Delta]) -> T:
+    """Prompts come back at once; the logprobs of a long one take up to a second, in which others must be answered."""
+    long = sum(len(delta.echoed) for delta in deltas) > LONG_ECHO
+    return await asyncio.to_thread(write, deltas) if long else write(deltas)
 
 
 def _event(content: Json) -> bytes:

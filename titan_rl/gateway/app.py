@@ -4,7 +4,6 @@
 
 - A call ends its engine work: answered, refused, failed, or aborted because its client hung up. It is cancelled then,
   whatever it waits for.
-- Nothing that a client sends is a 500: a 4xx says what is wrong with it before anything is sent to an engine.
 """
 
 import asyncio

@@ -38,7 +38,7 @@ MOST_MESSAGES = 4096
 DRAWING = ["temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "repetition_penalty"]
 DRAWING += ["min_new_tokens"]
 """Fields that change how tokens are drawn, besides `seed`."""
-ASKED = ["stop_token_ids", "choices", "stop", "ignore_eos", "seed", "role"]
+ASKED = ["stop_token_ids", "choices", "stop", "ignore_eos", "seed", "role", "echo"]
 """Fields of a call that a body may have."""
 
 

@@ -218,6 +218,8 @@ class RolloutCaller(Caller):
                 self._quiet.set()
 
     def requests(self, call: CompletionCall, asked: Sequence[Asked]) -> list[GenerationRequest]:
+        if call.max_new_tokens == 0:
+            raise ApiError(400, "max_new_tokens: a turn of a rollout has at least one", code="invalid_request")
         return self._trajectory.ask(call.id, asked, choices=call.choices, role=call.role)
 
     def ignored_options(self, call: CompletionCall) -> Sequence[str]:

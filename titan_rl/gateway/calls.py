@@ -5,10 +5,9 @@
 - A choice's tokens and logprobs are all that were sampled, the stop token included, up to the token that completed a
   stop text. Its text is that of these tokens without the stop token, cut before the stop text.
 - The deltas of a choice, put together, are that choice.
-- What a client did wrong is a 4xx with a sentence about it. What the fleet cannot do is a 503 with the cause. The
-  router has already retried what can be retried, so every error carries
-  `x-should-retry: false`, which the `openai` clients heed. Only a gateway that is closing asks for another try: another
-  one may take its place.
+- What a client did wrong is a 4xx with a sentence about it, never a 500. What the fleet cannot do is a 503 with the
+  cause. The router has already retried what can be retried, so every error carries `x-should-retry: false`, which the
+  `openai` clients heed. Only a gateway that is closing asks for another try: another one may take its place.
 """
 
 import json
@@ -66,7 +65,7 @@ class CompletionCall:
     choices: int = 1
     """Completions of each prompt."""
     max_new_tokens: int | None = None
-    """None: all that the prompt leaves."""
+    """None: all that the prompt leaves. 0: nothing is wanted but the prompt; engines sample one token all the same."""
     stop: Sequence[str] = ()
     """Texts that end a completion; they are cut off."""
     stop_token_ids: Sequence[int] = ()
@@ -76,6 +75,8 @@ class CompletionCall:
     """None: any."""
     logprobs: int | None = None
     """At each place the client wants those of the sampled token and of so many likeliest ones, with their bytes."""
+    echo: bool = False
+    """The prompt comes before what is sampled: its text, and with `logprobs` those of its tokens."""
     role: str = ""
     """Whose turn it asks for, of a rollout with several roles."""
     drawing: Mapping[str, Any] = field(default_factory=dict)
@@ -92,9 +93,10 @@ class CompletionCall:
         the form."""
         constraint = policy.renderer.constraint(self.answer) if self.answer is not None else ""
         ends = {"stop_token_ids": self.stop_tokens(policy.renderer), "constraint": constraint, **self.drawing}
-        ends["top_logprobs"] = self.logprobs or 0
-        rooms = [max(policy.max_model_len - length, 1) for length in lengths]
-        return [SamplingParams(max_new_tokens=self.max_new_tokens or room, **ends) for room in rooms]
+        ends |= {"top_logprobs": self.logprobs or 0, "prompt_logprobs": self.echo and self.logprobs is not None}
+        wanted, longest = self.max_new_tokens, policy.max_model_len
+        most = (longest - length if wanted is None else wanted for length in lengths)
+        return [SamplingParams(max_new_tokens=max(each, 1), **ends) for each in most]
 
     def stop_tokens(self, renderer: Renderer) -> tuple[int, ...]:
         """Tokens at which the engine itself ends a completion: also of each stop text that is one token. Other stop
@@ -158,7 +160,8 @@ class Choice:
 class TokenLogprob(NamedTuple):
     token: bytes
     """Joined with those of the others, the bytes of the text and its stop token."""
-    logprob: float
+    logprob: float | None
+    """None: of a prompt's first token, which nothing precedes."""
     top: Sequence[tuple[bytes, float]] = ()
     """The possible ones of the likeliest tokens at its place, likeliest first."""
 
@@ -171,6 +174,10 @@ class Delta:
     """Of the choice: first those of the first prompt, then those of the second, …"""
     first: bool
     prompt: list[int]
+    echo: str = ""
+    """The prompt's text, in the first delta of a call that wants it."""
+    echoed: Sequence[TokenLogprob] = ()
+    """Of each of the prompt's tokens, likewise."""
     reasoning: str
     """Thinking: before any text."""
     text: str

@@ -26,6 +26,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count, repeat
 from typing import Any, NamedTuple
 
@@ -240,10 +241,11 @@ class ChoiceReader:
         self._index = index
         self._request_id = request.request_id
         self._prompt: list[int] = request.prompt_token_ids.tolist()
-        prompt = call.prompts[index // call.choices]
-        self._chat = prompt if isinstance(prompt, Chat) else None
-        self._stop = call.stop
+        self._asked = call.prompts[index // call.choices]
+        self._chat = self._asked if isinstance(self._asked, Chat) else None
+        self._call = call
         self._renderer = renderer
+        self._token_bytes = lru_cache(maxsize=None)(renderer.token_bytes)  # prompts and lists of likeliest repeat many
         self._thought_end: list[int] = []
         self._tools = [] if self._chat is None else [tool.name for tool in self._chat.tools]
         self._kept: tuple[int, Message] | None = None  # where a mark begins behind content, and the turn up to there
@@ -261,7 +263,6 @@ class ChoiceReader:
             thought_end=self._thought_end,
             tools=self._tools,
         )
-        self._wants_logprobs = call.logprobs is not None
         self._pieces: list[Piece] = []
         self._sent = 0  # pieces
         self._called = 0  # calls that were sent
@@ -271,6 +272,8 @@ class ChoiceReader:
         the completion, or after the piece that completes a stop text."""
         if isinstance(what, Completion):
             return self.finish(what)
+        if self._call.max_new_tokens == 0:
+            return None
         self._pieces.append(what)
         news = self._text.add(what.token_ids.tolist())
         if self._text.ended:
@@ -293,6 +296,8 @@ class ChoiceReader:
 
     def read(self, completion: Completion) -> Choice:
         """Find the end of a completion, and in a chat what was said."""
+        if self._call.max_new_tokens == 0:
+            completion = replace(completion, finish_reason=FinishReason.LENGTH, **sampled_arrays(completion, end=0))
         tokens: list[int] = completion.token_ids.tolist()
         stopped = completion.finish_reason is FinishReason.STOP
         turn = tokens[:-1] if stopped else tokens
@@ -319,7 +324,7 @@ class ChoiceReader:
                 reasoning=message.reasoning[: self._first_stop(message.reasoning)],
                 tool_calls=_readable(message),
             )
-        stop_text = next((stop for stop in self._stop if ended_by.startswith(stop)), "")
+        stop_text = next((stop for stop in self._call.stop if ended_by.startswith(stop)), "")
         return Choice(completion=completion, message=message, stopped=stopped, stop_text=stop_text)
 
     def _parse(self, tokens: list[int], reason: FinishReason, end: Sequence[int] = ()) -> Message:
@@ -360,16 +365,19 @@ class ChoiceReader:
         tokens: list[int] = new.token_ids.tolist()
         tops: Iterable[Any] = repeat(()) if new.top_logprobs is None else new.top_logprobs.tolist()
         sampled = map(self._logprob, count(new.offset), tokens, new.logprobs.tolist(), tops)
+        first, told = not self._sent, self._call.logprobs is not None
         return Delta(
             index=self._index,
-            first=not self._sent,
+            first=first,
             prompt=self._prompt,
+            echo=self._echo() if first and self._call.echo else "",
+            echoed=self._prompt_logprobs(new) if first and self._call.echo and told else (),
             reasoning=news.reasoning,
             text=news.text,
             calls=self._named(news.calls, first_call),
             first_call=first_call,
             tokens=tokens,
-            logprobs=[*sampled] if self._wants_logprobs else [],
+            logprobs=[*sampled] if told else [],
             choice=choice,
         )
 
@@ -377,6 +385,17 @@ class ChoiceReader:
         """Calls of the turn from the `first` on, with ids to which their answers can refer."""
         ids = (f"call-{self._request_id}-{number}" for number in count(first))
         return tuple(call._replace(id=call.id or own) for call, own in zip(calls, ids, strict=False))
+
+    def _echo(self) -> str:
+        """The prompt as it was sent. Beside logprobs it is what its tokens say: tokenizers change some texts."""
+        if isinstance(self._asked, str) and self._call.logprobs is None:
+            return self._asked
+        return self._renderer.decode(self._prompt)
+
+    def _prompt_logprobs(self, new: Piece) -> list[TokenLogprob]:
+        rows: list[Any] = [] if new.prompt_logprobs is None else new.prompt_logprobs.tolist()
+        told = [self._logprob(place, token, value, top) for place, ((token, value), *top) in enumerate(rows, 1)]
+        return [TokenLogprob(self._bytes(self._prompt[0], 0), None), *told]
 
     def _logprob(self, place: int, token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprob:
         likeliest = [(self._bytes(each, place), value) for each, value in top if value > LOWEST_LOGPROB]
@@ -387,11 +406,11 @@ class ChoiceReader:
 
     def _bytes(self, token: int, place: int) -> bytes:
         text = HALF if place else self._renderer.decode([token])  # some tokenizers begin a text in another way
-        return self._renderer.token_bytes(token) if HALF in text else text.encode()
+        return self._token_bytes(token) if HALF in text else text.encode()
 
     def _first_stop(self, text: str) -> int:
         """Where the first stop text begins; the text's length where there is none."""
-        return min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=len(text))
+        return min((place for stop in self._call.stop if (place := text.find(stop)) >= 0), default=len(text))
 
     def _tokens_until_stop(self, tokens: Sequence[int]) -> int:
         """The least number of tokens whose text holds a stop text."""

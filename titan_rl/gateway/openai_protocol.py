@@ -18,7 +18,8 @@ from titan_rl.types import ToolSpec
 COMPLETION_TOKENS = 16
 """Default of text completions, as OpenAI has it."""
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+AnyCount = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = AnyCount
 Texts = Annotated[bodies.Stop | bodies.Stops, AfterValidator(lambda text: [text] if isinstance(text, str) else text)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
@@ -63,7 +64,7 @@ class Sampling(Request):
     """The same seed and request give the same tokens; without one every call draws others."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda count: count or -1)] | None = None
     """-1 and 0: off."""
-    min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, alias="min_tokens")
+    min_new_tokens: AnyCount | None = Field(None, alias="min_tokens")
     presence_penalty: bodies.Penalty | None = None
     frequency_penalty: bodies.Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -217,13 +218,14 @@ class CompletionRequest(Sampling):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=1024, fail_fast=True)]
     )
     """One text, several, the token ids of one prompt, or of several."""
-    max_new_tokens: Annotated[bodies.Count | None, AfterValidator(lambda count: count or COMPLETION_TOKENS)] = Field(
-        COMPLETION_TOKENS, alias="max_tokens"
-    )
+    max_new_tokens: Annotated[
+        AnyCount | None, AfterValidator(lambda count: COMPLETION_TOKENS if count is None else count)
+    ] = Field(COMPLETION_TOKENS, alias="max_tokens")
+    """0: only the prompt is echoed."""
     logprobs: Annotated[int, Field(ge=0, le=types.MOST_TOP)] | None = None
-    """0: of the sampled tokens. Above: also of so many likeliest ones at each place."""
+    """0: of the tokens. Above: also of so many likeliest ones at each place."""
     echo: bool | None = None
-    """The text begins with the prompt: of texts, and without `logprobs`, which engines have of sampled tokens only."""
+    """The text begins with the prompt, and the logprobs with those of the prompt's tokens."""
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
@@ -231,6 +233,7 @@ class CompletionRequest(Sampling):
         given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         ids = [each for each in given if isinstance(each, int)]
         prompts = [ids] if ids else [each for each in given if not isinstance(each, int)]
-        if self.echo and (self.logprobs is not None or not all(isinstance(each, str) for each in prompts)):
-            raise ApiError(400, "echo: only texts are echoed, without logprobs", param="echo", code="invalid_request")
+        if not (self.max_new_tokens or self.echo):
+            problem = "max_tokens: 0 leaves nothing to answer, unless echo is true"
+            raise ApiError(400, problem, param="max_tokens", code="invalid_request")
         return bodies.call_of(call_id, prompts, self, "prompt", logprobs=self.logprobs)

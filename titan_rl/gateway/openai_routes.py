@@ -110,24 +110,26 @@ class TextAnswer(OpenAIAnswer):
         self._places: defaultdict[int, TokenPlaces] = defaultdict(TokenPlaces)
 
     def choice(self, delta: Delta) -> Json:
-        content: Json = {"text": delta.text}
-        if delta.first and self.body.echo:
-            prompt = self.call.prompts[delta.index // self.call.choices]
-            assert isinstance(prompt, str)
-            content["text"] = prompt + delta.text
+        content: Json = {"text": delta.echo + delta.text}
         if delta.first and self.body.return_token_ids:
             content["prompt_token_ids"] = delta.prompt
         return self._choice_json(delta, content, None if self.body.logprobs is None else self._logprobs(delta))
 
     def _logprobs(self, delta: Delta) -> Json:
-        texts = [token_text(each.token) for each in delta.logprobs]
-        tops = [
+        every, places = [*delta.echoed, *delta.logprobs], self._places[delta.index]
+        texts = [token_text(each.token) for each in every]
+        tops: list[Json | None] = [
             {**{token_text(token): value for token, value in each.top}, text: each.logprob}
-            for text, each in zip(texts, delta.logprobs, strict=True)
+            for text, each in zip(texts, every, strict=True)
         ]
-        told = {"tokens": texts, "token_logprobs": [each.logprob for each in delta.logprobs]}
-        places = [self._places[delta.index].add(each.token) for each in delta.logprobs]
-        return {**told, "top_logprobs": tops if self.body.logprobs else None, "text_offset": places}
+        if delta.echoed:
+            tops[0] = None
+        told = {"tokens": texts, "token_logprobs": [each.logprob for each in every]}
+        offsets = [places.add(each.token) for each in delta.echoed]
+        if delta.first:
+            places.end_prompt()
+        offsets += [places.add(each.token) for each in delta.logprobs]
+        return {**told, "top_logprobs": tops if self.body.logprobs else None, "text_offset": offsets}
 
 
 class ChatAnswer(OpenAIAnswer):
@@ -177,7 +179,7 @@ def _call(call: ToolCall, arguments: str) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _logprob(token: bytes, logprob: float) -> Json:
+def _logprob(token: bytes, logprob: float | None) -> Json:
     return {"token": token_text(token), "logprob": logprob, "bytes": list(token)}
 
 
@@ -187,7 +189,8 @@ def token_text(token: bytes) -> str:
 
 
 class TokenPlaces:
-    """Where in its text each token of a completion begins; one that goes on with a character, where that begins."""
+    """Where in its text each token begins, of an echoed prompt and of a completion; one that goes on with a character,
+    where that begins."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -198,3 +201,7 @@ class TokenPlaces:
         place = self._length + bool(pending and token and not 0x80 <= token[0] < 0xC0)  # it will never be a character
         self._length += len(self._decoder.decode(token))
         return place
+
+    def end_prompt(self) -> None:
+        """What is sampled is a text of its own: it goes on with no character of the prompt."""
+        self._length += len(self._decoder.decode(b"", final=True))

@@ -65,7 +65,8 @@ class Sampler:
         async with self._sampled(call, caller, stream=True) as (readers, sampled):
             async for index, what in sampled:
                 read = functools.partial(readers[index].read_next, what)
-                delta = await self._jobs.run(read, quick=isinstance(what, Piece) and what.end <= PARSE_EACH)
+                short = isinstance(what, Piece) and what.end <= PARSE_EACH and what.prompt_logprobs is None
+                delta = await self._jobs.run(read, quick=short)
                 if delta is None:
                     continue
                 if delta.choice is not None:

@@ -9,7 +9,8 @@ Contract of every implementation, the same on all ranks of a generator:
   nothing per request that does not stream.
 - `served_shards` returns the memory that the next step computes with, never a copy.
 - With `sampling.support`, a completion says of each token which ids could be drawn there. With `sampling.top_logprobs`
-  it tells the likeliest ones, in the distribution that the token was drawn from.
+  it tells the likeliest ones, in the distribution that the token was drawn from. With `sampling.prompt_logprobs` the
+  prompt is computed as a whole, whatever of it is in the prefix cache.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Engine(ABC):
         self._clock = clock
         self._running: dict[str, RunningRequest] = {}  # oldest first
         self._streaming: dict[str, RunningRequest] = {}  # of those
-        self._recorded: dict[str, RunningRequest] = {}  # of those the ones that ask for supports or likeliest tokens
+        self._recorded: dict[str, RunningRequest] = {}  # of those the ones that ask for more than their tokens
         self._next_pieces = 0.0  # when requests that had a piece get the next one
         self._version = NO_VERSION  # encoded
 
@@ -152,7 +153,8 @@ class Engine(ABC):
         running = self._running[request.request_id] = RunningRequest(request, self._clock(), [(self._version, 0)])
         if request.streams:
             self._streaming[request.request_id] = running
-        if request.sampling.support or request.sampling.top_logprobs:
+        sampling = request.sampling
+        if sampling.support or sampling.top_logprobs or sampling.prompt_logprobs:
             self._recorded[request.request_id] = running
         return running
 
@@ -252,6 +254,7 @@ class RunningRequest:
     """By index of the token, where it was not drawn from the whole vocabulary; kept only where that is asked for."""
     tops: list[np.ndarray] = field(default_factory=list)
     """As `Completion.top_logprobs`, of each token; kept only where that is asked for."""
+    prompt_logprobs: np.ndarray | None = None
 
     def add(self, token: int, logprob: float, now: float) -> None:
         """Add the token of one step."""
@@ -262,9 +265,12 @@ class RunningRequest:
 
     def add_top(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Tell the likeliest tokens at the next place, at least as many as are asked for or there are: [n] each."""
-        top = np.empty(min(self.request.sampling.top_logprobs, len(ids)), TOP)
-        top["token"], top["logprob"] = ids[: len(top)], logprobs[: len(top)]
-        self.tops.append(top)
+        count = self.request.sampling.top_logprobs
+        self.tops.append(_top(ids[:count], logprobs[:count]))
+
+    def add_prompt(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """As `Completion.prompt_logprobs`: [T_prompt - 1, 1 + n] each."""
+        self.prompt_logprobs = _top(ids, logprobs)
 
     def new_piece(self) -> Piece:
         """The tokens since the piece before."""
@@ -296,7 +302,14 @@ class RunningRequest:
             "versions": versions,
             "supports": Supports.of(self.supports, start, len(self.tokens)),
             "top_logprobs": np.stack(tops) if tops else None,
+            "prompt_logprobs": None if start else self.prompt_logprobs,
         }
+
+
+def _top(ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+    told = np.empty(ids.shape, TOP)
+    told["token"], told["logprob"] = ids, logprobs
+    return told
 
 
 RunningRequests = Mapping[str, RunningRequest]

@@ -64,7 +64,11 @@ class SimulatedEngine(Engine):
         return request.sampling.max_new_tokens
 
     def add(self, request: GenerationRequest) -> None:
-        self._begin(request)
+        running, sampling = self._begin(request), request.sampling
+        if sampling.prompt_logprobs:
+            count = 1 + min(sampling.top_logprobs, self._vocab_size)
+            ids = (request.prompt_token_ids[1:, None] + np.arange(count)) % self._vocab_size
+            running.add_prompt(ids, np.full(ids.shape, self._logprob))
 
     def step(self) -> StepOutput:
         batch = list(self._running.values())[: self._max_num_seqs]

@@ -195,7 +195,7 @@ class Trajectory:
         Args:
             call_id: a new id; request ids begin with it.
             prompts: each with the program's sampling options, of which only `max_new_tokens`, `stop_token_ids`,
-                `constraint` and `top_logprobs` are used.
+                `constraint` and both kinds of logprobs are used.
             choices: number of choices per prompt.
             role: whose turns they are.
 
@@ -342,9 +342,8 @@ def _sampling(run: SamplingParams, wanted: SamplingParams, most: int, trained: b
     """What a run and a program want, and at most so many tokens."""
     tokens = min(wanted.max_new_tokens, run.max_new_tokens, most)
     stops = tuple(dict.fromkeys((*run.stop_token_ids, *wanted.stop_token_ids)))
-    sampling = replace(
-        run, max_new_tokens=tokens, stop_token_ids=stops, constraint=wanted.constraint, top_logprobs=wanted.top_logprobs
-    )
+    theirs = {name: getattr(wanted, name) for name in ("constraint", "top_logprobs", "prompt_logprobs")}
+    sampling = replace(run, max_new_tokens=tokens, stop_token_ids=stops, **theirs)
     return replace(sampling, support=trained and sampling.truncates)
 
 

@@ -2,7 +2,8 @@
 
 The prompt of an attempt is the caller's prompt plus the tokens of earlier attempts; its budget is the rest; its seed is
 the caller's. Noise depends on the seed and the position, so tokens that were lost are sampled again, and the rest is
-what it would have been.
+what it would have been. An attempt that sampled a token has told the logprobs of the caller's prompt, where they are
+asked for; later ones are not asked for them.
 """
 
 from dataclasses import dataclass, replace
@@ -106,12 +107,13 @@ def next_attempt(request: OpenRequest) -> GenerationRequest:
     attempt = replace(original, request_id=f"{original.request_id}{ATTEMPT_MARK}{request.attempts}")
     if not request.segments:
         return attempt
-    sampled = np.concatenate([segment.token_ids for segment in request.segments])
+    sampled, sampling = np.concatenate([segment.token_ids for segment in request.segments]), original.sampling
+    left = sampling.max_new_tokens - len(sampled)
     return replace(
         attempt,
         prompt_token_ids=np.concatenate([original.prompt_token_ids, sampled]),
         sampled=len(sampled),
-        sampling=replace(original.sampling, max_new_tokens=original.sampling.max_new_tokens - len(sampled)),
+        sampling=replace(sampling, max_new_tokens=left, prompt_logprobs=False),
         stream_from=original.stream_from + len(sampled) if original.streams else original.stream_from,
     )
 

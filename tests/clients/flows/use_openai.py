@@ -148,6 +148,16 @@ def completions():
     assert answer.choices[0].logprobs.token_logprobs
 
 
+def completions_echoed():
+    """As evaluation harnesses score an answer."""
+    prompt = "3 + 4 = 7"
+    answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
+    told = answer.choices[0].logprobs
+    assert answer.choices[0].text == prompt and len(told.tokens) == answer.usage.prompt_tokens
+    assert told.token_logprobs[0] is None and sum(told.token_logprobs[1:]) < 0
+    assert [prompt[place:] for place in told.text_offset][-1] == "7"
+
+
 def completions_streamed():
     assert list(client.completions.create(model=MODEL, prompt="3 + 4 =", max_tokens=8, stream=True))
 
@@ -212,6 +222,7 @@ if __name__ == "__main__":
         json_object,
         sixty_four_at_once,
         completions,
+        completions_echoed,
         completions_streamed,
         responses,
         responses_streamed,

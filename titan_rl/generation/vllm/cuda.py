@@ -79,7 +79,7 @@ class OverlappedSteps:
         self, client: EngineCoreClient, core: EngineCore, requests: Mapping[str, Request], recorded: RunningRequests
     ) -> None:
         """`client`: of `core`, in this process. `requests`: all that run, by id. `recorded`: those of them that ask for
-        likeliest tokens."""
+        more than their tokens."""
         self._client = client
         self._core = core
         self._requests = requests
@@ -109,6 +109,8 @@ class OverlappedSteps:
                 if (running := self._recorded.get(output.request_id)) is not None:
                     told = output.new_logprobs  # first the sampled token, then the likeliest
                     running.add_top(told.logprob_token_ids[0, 1:], told.logprobs[0, 1:])
+                    if (prompt := output.new_prompt_logprobs_tensors) is not None:
+                        running.add_prompt(prompt.logprob_token_ids.numpy(), prompt.logprobs.numpy())
             if output.finished:
                 sampled.ended.append(request)
         return sampled

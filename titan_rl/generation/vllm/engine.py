@@ -284,6 +284,7 @@ class VllmEngine(Engine):
 
     def _vllm_params(self, sampling: SamplingParams) -> VllmSamplingParams:
         """As vLLM completes them. Requests share them: vLLM only reads them then."""
+        count = min(sampling.top_logprobs, self._vocab_size)
         params = VllmSamplingParams(
             max_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature,
@@ -295,7 +296,8 @@ class VllmEngine(Engine):
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            logprobs=min(sampling.top_logprobs, self._vocab_size) if isinstance(self._stepper, OverlappedSteps) else 0,
+            logprobs=count if isinstance(self._stepper, OverlappedSteps) else 0,
+            prompt_logprobs=count if sampling.prompt_logprobs else None,  # then vLLM reads no prefix from its cache
             ignore_eos=True,
             detokenize=False,
         )

@@ -163,7 +163,8 @@ class OwnSteps:
 
     def __init__(self, core: EngineCore, runner: Any, running: RunningRequests, recorded: RunningRequests) -> None:
         """`runner`: vLLM's, of this rank, after its warm-up. `running`: every request that is sampled, by id; vLLM has
-        no seeds. `recorded`: those of them that ask for supports or likeliest tokens."""
+        no seeds. `recorded`: those of them that ask for more than their tokens."""
+        self._recorded = recorded
         self._scheduler: Any = core.scheduler  # a StepScheduler
         self._executor: Any = core.model_executor
         self._runner = runner
@@ -182,6 +183,8 @@ class OwnSteps:
         plan = self._scheduler.schedule()
         output = self._executor.execute_model(plan)
         output = output or self._executor.sample_tokens(self._possible(plan))
+        for request_id, told in output.prompt_logprobs_dict.items():
+            self._recorded[request_id].add_prompt(told.logprob_token_ids.numpy(), told.logprobs.numpy())
         sampled: Sampled = self._scheduler.collect(plan, output)
         return sampled
 
