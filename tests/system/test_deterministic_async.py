@@ -90,17 +90,19 @@ def test_a_tampered_recording_is_found_where_the_true_one_is_replayed_bit_for_bi
     weights[-1] = float(np.nextafter(np.float32(weights[-1]), np.float32(1)))  # one bit of one token
     copy = shutil.copytree(run, tmp_path / "copy")
     (copy / ROLLOUTS).write_text("".join(json.dumps(record) + "\n" for record in tampered))
-    kept = tmp_path / "kept"
-    command = [sys.executable, "-m", "titan_rl.cli", "replay", str(copy), "--step", "2", "--keep", str(kept)]
+    command = [sys.executable, "-m", "titan_rl.cli", "replay", str(copy), "--step", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
     what = f"group {true[-1]['group']}, sample {true[-1]['sample']}, loss weight of token {len(weights) - 1} "
-    assert done.stdout.splitlines()[-1].startswith(f"not the same: step 2, {what}"), done.stdout[-500:]
+    said, _, named = done.stdout.splitlines()[-1].rpartition("; the replay is in ")
+    assert said.startswith(f"not the same: step 2, {what}"), done.stdout[-500:]
+    kept = Path(named)
     replayed = [*read_records(kept / ROLLOUTS)]
     assert difference([*map(read_record, true)], replayed) == "" and {record.step for record in replayed} == {2}
     lines_of = [[*map(json.loads, (each / "metrics.jsonl").read_text().splitlines())] for each in (run, kept)]
     before, again = ([line for line in lines if line["step"] == 2 and "train/loss" in line] for lines in lines_of)
     assert difference_of_numbers(before[0], again[0]) == ""
+    shutil.rmtree(kept)
     assert (copy / "summary.json").read_bytes() == (run / "summary.json").read_bytes()
 
 

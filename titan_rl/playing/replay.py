@@ -1,12 +1,13 @@
-"""usage: {prog} RUN --group N [--section.key VALUE ...] [--keep DIR]
-       {prog} RUN --step N  [--section.key VALUE ...] [--keep DIR]
+"""usage: {prog} RUN --group N [--section.key VALUE ...]
+       {prog} RUN --step N  [--section.key VALUE ...]
 
 Play a recorded group (or all recorded groups of a step) again, from the weights of a checkpoint and the same seeds, and
 say token by token whether it is the same. In a deterministic run it is, bit for bit, and the step's loss too.
 
 RUN is a run directory; it is only read. It is resumed in a scratch directory, from its newest checkpoint before the
 step that trained the group, and ends after that step. All groups of the step are sampled again, also those that the
-checkpoint holds as finished. Settings may change as for --resume, such as --generator.count 1.
+checkpoint holds as finished. Settings may change as for --resume, such as --generator.count 1. The directory, with logs
+and rollouts.jsonl of the replay, is left and named unless all is the same.
 
 Request ids, generators, attempts and the incarnation of versions belong to one play, so they are not compared. Nor are
 messages where there are several branches: those of the last answer are recorded, and which one that is may be chance.
@@ -63,23 +64,22 @@ def _act(command: Command, prog: str) -> int:
     config = _config(run, command)
     if not config.deterministic:
         print_error(prog, NOT_DETERMINISTIC)
-    kept = command.values.get("--keep", "")
-    scratch = _scratch(Path(kept) if kept else None)
+    scratch = Path(tempfile.mkdtemp(prefix="titan-rl-replay-"))
+    (scratch / CHECKPOINTS).mkdir()
     for checkpoint in checkpoints(run):
         if checkpoint < directory_of(run, step):
             (scratch / CHECKPOINTS / checkpoint.name).symlink_to(checkpoint.resolve())
     code = check_and_run(config, Resume(scratch), prog, replay_until=step)
-    found = ""
     if not code:
         found = difference(recorded, [*_read(scratch)])
         found = found or difference_of_numbers(_numbers(run, step), _numbers(scratch, step))
-    if not kept and code != EXIT_FAILED:  # else the logs say why
+        if found:
+            print(f"not the same: step {step}, {found}; the replay is in {scratch}")
+            return EXIT_FAILED
+    if code != EXIT_FAILED:  # then the logs say why
         shutil.rmtree(scratch)
     if code:
         return code
-    if found:
-        print(f"not the same: step {step}, {found}")
-        return EXIT_FAILED
     values = [value for record in recorded for _, value in facts(record)]
     numbers = sum(isinstance(value, float) for value in values)
     tokens = sum(len(branch.token_ids) for record in recorded for branch in record.branches)
@@ -187,26 +187,9 @@ def _config(run: Path, command: Command) -> RunConfig:
     return replace(config, logging=logging, checkpoint=replace(config.checkpoint, keep=0))
 
 
-def _scratch(kept: Path | None) -> Path:
-    """An empty run directory."""
-    try:
-        if kept is not None:
-            kept = kept.expanduser().resolve()
-            kept.mkdir(parents=True)
-        scratch = kept or Path(tempfile.mkdtemp(prefix="titan-rl-replay-"))
-        (scratch / CHECKPOINTS).mkdir()
-    except OSError as error:
-        raise ConfigError(f"--keep: {kept or tempfile.gettempdir()} cannot be made: {error.strerror}") from error
-    return scratch
-
-
 VERB = Verb(
     act=_act,
     about=__doc__,
-    options={
-        "--group N": "the group to compare",
-        "--step N": "compare all recorded groups of this step",
-        "--keep DIR": "keep the replay's files here: its rollouts.jsonl, metrics.jsonl and logs",
-    },
+    options={"--group N": "the group to compare", "--step N": "compare all recorded groups of this step"},
     takes_words=True,
 )
