@@ -397,8 +397,5 @@ async def test_a_text_may_be_echoed(renderer) -> None:
         answer = (await http.post("/v1/completions", json=body)).json()
         assert [choice["text"] for choice in answer["choices"]] == ["1+4", "2+5"]
         streamed = (await http.post("/v1/completions", json={**body, "prompt": "3+", "stream": True})).text
-        for wrong in ({"logprobs": 0}, {"prompt": [3]}):
-            refused = (await http.post("/v1/completions", json={**body, **wrong})).json()
-            assert refused["error"]["param"] == "echo"
     chunks = [json.loads(line[6:]) for line in streamed.split("\n\n") if line and "DONE" not in line]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "3+6"

@@ -159,6 +159,7 @@ async def test_an_echoed_prompt_is_told_like_what_was_sampled(chat, stream, as_i
     assert told["tokens"] == ["x", "\\xc3", "\\xa9", *(["b", "\\xe2", "\\x82", "\\xac", "o"] if most else [])]
     assert told["token_logprobs"] == [None, *[-1.5] * (len(ids) - 1)], "nothing precedes the first"
     assert told["top_logprobs"][0] is None and told["top_logprobs"][2] == {"\\xa8": -0.25, "\\xa9": -1.5}
+    assert list(told["top_logprobs"][2]) == ["\\xa9", "\\xa8"], "harnesses take the first of equal ones as likeliest"
     assert told["text_offset"] == [0, 1, 1, *([2, 3, 3, 3, 4] if most else [])]
 
 

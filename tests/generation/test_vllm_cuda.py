@@ -110,12 +110,14 @@ def test_logprobs_are_those_of_the_distribution_that_was_sampled_from(engine: Fa
 
 
 def test_the_tokens_of_a_prompt_have_their_logprobs_also_where_it_is_in_the_cache(engine: Facts) -> None:
-    (cold, warm, one_token), reference = engine["scored"]
+    (cold, warm, one_token, no_top), reference = engine["scored"]
     for told in (cold, warm):
         assert told.shape == (39, 5)
         np.testing.assert_allclose(told["logprob"], np.take_along_axis(reference, told["token"], 1), atol=TOLERANCE)
         np.testing.assert_allclose(told["logprob"][:, 1:], -np.sort(-reference)[:, :4], atol=TOLERANCE)
     assert one_token is None, "nothing precedes it"
+    np.testing.assert_array_equal(no_top, cold[:, :1])
+    assert engine["unasked_top"] is None, "attempts of which one has none could not be joined"
 
 
 def test_a_row_depends_on_its_own_request_alone(engine: Facts) -> None:

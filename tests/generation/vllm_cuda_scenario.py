@@ -120,7 +120,8 @@ def one_engine(model: Path) -> dict[str, Any]:
     alone = drain(engine, requests[1:2])["hot"].token_ids.tolist()
     asked = [make_request(name, prompt=LONG_PROMPT, new=3, top_logprobs=4, prompt_logprobs=True) for name in "ab"]
     asked.append(make_request("one token", prompt=LONG_PROMPT[:1], new=1, prompt_logprobs=True))
-    prompts = [drain(engine, [each])[each.request_id].prompt_logprobs for each in asked]
+    asked.append(make_request("no top", prompt=LONG_PROMPT, new=2, prompt_logprobs=True))
+    scored = [drain(engine, [each])[each.request_id] for each in asked]
     engine.add(make_request("counts", new=3))
     ours, get_output = Traffic(), engine._client.get_output
     theirs = 0
@@ -151,7 +152,8 @@ def one_engine(model: Path) -> dict[str, Any]:
             reference_distribution(model, requests[3], together["repeated"]).numpy(),
             [together[name].top_logprobs for name in ("hot", "greedy")],
         ),
-        "scored": (prompts, prompt_distribution(model, LONG_PROMPT).numpy()),
+        "scored": ([each.prompt_logprobs for each in scored], prompt_distribution(model, LONG_PROMPT).numpy()),
+        "unasked_top": scored[-1].top_logprobs,
         "kept_going": together["kept-going"].token_ids.tolist(),
         "alone": (alone, together["hot"].token_ids.tolist()),
         "operations": (ours.operations - theirs, theirs),

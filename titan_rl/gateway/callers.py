@@ -16,6 +16,7 @@ import hmac
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -226,7 +227,8 @@ class RolloutCaller(Caller):
         return [*call.drawing, *(["seed"] if call.seed is not None else [])]
 
     def on_answer(self, choice: Choice) -> None:
-        self._trajectory.answered(choice.completion, choice.message, stopped=choice.stopped)
+        completion = replace(choice.completion, prompt_logprobs=None)  # they would be kept, and nobody trains on them
+        self._trajectory.answered(completion, choice.message, stopped=choice.stopped)
 
     def on_failure(self, error: Exception) -> None:
         if isinstance(error, RequestLost):

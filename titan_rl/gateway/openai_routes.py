@@ -118,8 +118,8 @@ class TextAnswer(OpenAIAnswer):
     def _logprobs(self, delta: Delta) -> Json:
         every, places = [*delta.echoed, *delta.logprobs], self._places[delta.index]
         texts = [token_text(each.token) for each in every]
-        tops: list[Json | None] = [
-            {**{token_text(token): value for token, value in each.top}, text: each.logprob}
+        tops: list[Json | None] = [  # each token's own first: evaluation harnesses take the first of equal ones
+            {text: each.logprob} | {name: value for token, value in each.top if (name := token_text(token)) != text}
             for text, each in zip(texts, every, strict=True)
         ]
         if delta.echoed:

@@ -7,7 +7,7 @@ say token by token whether it is the same. In a deterministic run it is, bit for
 RUN is a run directory; it is only read. It is resumed in a scratch directory, from its newest checkpoint before the
 step that trained the group, and ends after that step. All groups of the step are sampled again, also those that the
 checkpoint holds as finished. Settings may change as for --resume, such as --generator.count 1. The directory, with logs
-and rollouts.jsonl of the replay, is left and named unless all is the same.
+and rollouts.jsonl of the replay, is left and named unless all is the same or nothing was started.
 
 Request ids, generators, attempts and the incarnation of versions belong to one play, so they are not compared. Nor are
 messages where there are several branches: those of the last answer are recorded, and which one that is may be chance.
@@ -32,7 +32,7 @@ from titan_rl.loop.checkpoint_files import CHECKPOINTS, checkpoints, directory_o
 from titan_rl.metrics.json_lines import json_lines
 from titan_rl.metrics.rollout_record import ROLLOUTS, RolloutRecord, read_records
 from titan_rl.one_line import counted
-from titan_rl.overrides import EXIT_FAILED, Command, Verb, print_error
+from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Command, Verb, print_error
 from titan_rl.playing.policies import number_of
 from titan_rl.run.runs import Resume, check_differences, differences, find
 from titan_rl.train import check_and_run, config_of_run, resolve, settings_of
@@ -64,8 +64,11 @@ def _act(command: Command, prog: str) -> int:
     config = _config(run, command)
     if not config.deterministic:
         print_error(prog, NOT_DETERMINISTIC)
-    scratch = Path(tempfile.mkdtemp(prefix="titan-rl-replay-"))
-    (scratch / CHECKPOINTS).mkdir()
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix="titan-rl-replay-"))
+        (scratch / CHECKPOINTS).mkdir()
+    except OSError as error:
+        raise ConfigError(f"no directory can be made in {tempfile.gettempdir()}: {error.strerror}") from error
     for checkpoint in checkpoints(run):
         if checkpoint < directory_of(run, step):
             (scratch / CHECKPOINTS / checkpoint.name).symlink_to(checkpoint.resolve())
@@ -76,7 +79,7 @@ def _act(command: Command, prog: str) -> int:
         if found:
             print(f"not the same: step {step}, {found}; the replay is in {scratch}")
             return EXIT_FAILED
-    if code != EXIT_FAILED:  # then the logs say why
+    if code in (EXIT_OK, EXIT_USAGE):  # else its logs say why
         shutil.rmtree(scratch)
     if code:
         return code

@@ -108,7 +108,8 @@ class OverlappedSteps:
                 sampled.logprobs.append(float(output.new_logprobs.logprobs[0, 0]))
                 if (running := self._recorded.get(output.request_id)) is not None:
                     told = output.new_logprobs  # first the sampled token, then the likeliest
-                    running.add_top(told.logprob_token_ids[0, 1:], told.logprobs[0, 1:])
+                    if running.request.sampling.top_logprobs:
+                        running.add_top(told.logprob_token_ids[0, 1:], told.logprobs[0, 1:])
                     if (prompt := output.new_prompt_logprobs_tensors) is not None:
                         running.add_prompt(prompt.logprob_token_ids.numpy(), prompt.logprobs.numpy())
             if output.finished:
