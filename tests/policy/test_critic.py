@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_scenarios import assemble, batch_of, on_layout, shards_of, train, trainer, transformer, updater
-from support.ranks import Results
+from support.ranks import Results, cells
 
 from titan_rl.data_plane.sample_batch import SampleBatch
 from titan_rl.policy.config import CriticConfig, LossConfig, OptimizerConfig, TinyPolicyConfig
@@ -27,6 +27,8 @@ LR, EPS = 0.1, 1.0
 BY_GRADIENT = OptimizerConfig(lr=LR, betas=(0.0, 0.0), eps=EPS, max_grad_norm=0.0)
 CRITIC = CriticConfig(coefficient=0.5, lr=0.05, clip=0.1, discount=0.9, gae_lambda=0.8)
 LAYOUTS = {"one": (1, 1), "two": (2, 1), "four": (2, 2)}
+OF_CI = ["one", "four"]
+every_layout = pytest.mark.parametrize("layout", cells(LAYOUTS, ci=OF_CI))
 
 numbers = st.floats(-10, 10)
 steps = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=20)
@@ -122,9 +124,10 @@ def results(path, tmp_path_factory) -> Results:
     scenarios: dict[Any, Any] = {
         name: on_layout(critic_steps, layout, model_path=str(path)) for name, layout in LAYOUTS.items()
     }
-    return Results(scenarios, scenarios.keys(), tmp_path_factory.mktemp("ranks"))
+    return Results(scenarios, OF_CI, tmp_path_factory.mktemp("ranks"))
 
 
+@pytest.fixture(scope="module")
 def by_hand(path: Path) -> tuple[dict[str, np.ndarray], np.ndarray, set[str]]:
     """Weights and head after all batches in float64, one sample at a time, and what happened to values and ratios."""
     model = transformer(path).double()
@@ -175,23 +178,23 @@ def by_hand(path: Path) -> tuple[dict[str, np.ndarray], np.ndarray, set[str]]:
     return weights, head.detach().numpy(), seen
 
 
-def test_policy_and_head_are_those_of_float64_on_every_layout(results, path):
-    wanted, head, seen = by_hand(path)
+@every_layout
+def test_policy_and_head_are_those_of_float64_on_every_layout(results, by_hand, layout):
+    wanted, head, seen = by_hand
     assert seen == {"clipped ratio", "clipped value"}
-    for layout in LAYOUTS:
-        ranks = results[layout]
-        loaded = assemble([rank["loaded"] for rank in ranks])
-        trained = assemble([rank["shards"] for rank in ranks])
-        assert trained.keys() == wanted.keys(), "the head is no tensor of the policy"
-        for rank in ranks:
-            assert np.linalg.norm(rank["head"] - head) < 1e-3 * np.linalg.norm(head)
-            np.testing.assert_array_equal(rank["head"], ranks[0]["head"])
-        for name, exact in wanted.items():
-            error, change = np.linalg.norm(trained[name] - exact), np.linalg.norm(exact - loaded[name])
-            assert error < 1e-3 * change + 2e-7 * np.linalg.norm(exact), name
+    ranks = results[layout]
+    loaded = assemble([rank["loaded"] for rank in ranks])
+    trained = assemble([rank["shards"] for rank in ranks])
+    assert trained.keys() == wanted.keys(), "the head is no tensor of the policy"
+    for rank in ranks:
+        assert np.linalg.norm(rank["head"] - head) < 1e-3 * np.linalg.norm(head)
+        np.testing.assert_array_equal(rank["head"], ranks[0]["head"])
+    for name, exact in wanted.items():
+        error, change = np.linalg.norm(trained[name] - exact), np.linalg.norm(exact - loaded[name])
+        assert error < 1e-3 * change + 2e-7 * np.linalg.norm(exact), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 @pytest.mark.parametrize("way", ["files", "copies"])
 def test_a_run_that_goes_on_from_its_state_has_the_same_bits(results, layout, way):
     for rank in results[layout]:
@@ -201,7 +204,7 @@ def test_a_run_that_goes_on_from_its_state_has_the_same_bits(results, layout, wa
             np.testing.assert_array_equal(one[1], other[1])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@every_layout
 def test_it_says_how_much_of_the_returns_the_values_knew(results, layout):
     for rank in results[layout]:
         first, *_ = rank["metrics"]
