@@ -145,9 +145,7 @@ def for_task(task: str, command: Command, prog: str) -> RunConfig:
     for setting, value, reason in chosen:
         print(f"  --{setting.replace('_', '-').ljust(width)}  {value!r:12}  {reason}")
     begun = replace(load_recipe("task"), policy=before.policy)
-    config = variant(
-        begun, {each.setting: each.value for each in settings}
-    )  # they fit together; the user's come on top
+    config = variant(begun, {each.setting: each.value for each in settings})  # the user's come on top
     stem = Path(task.partition(":")[0]).stem
     named_run = replace(config, logging=replace(config.logging, name=stem))
     return apply_command(named_run, command)

@@ -8,7 +8,7 @@ import pytest
 
 from titan_rl.config_registry import task
 from titan_rl.environments.base import find_task
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, TaskError
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.run.first_settings import Survey, choose, survey
@@ -67,6 +67,13 @@ def test_groups_may_grow_where_nothing_at_random_is_rewarded_and_nobody_shows_wh
     rewarded, shown = replace(found, best=0.1, different=0.6), replace(found, demonstrations=True, lucky=0.0)
     for chosen in (choose(rewarded), choose(shown), choose(found, positions=64)):
         assert all(each.setting != "rollout.most_samples" for each in chosen)
+
+
+def test_a_reward_that_fails_where_an_answer_is_wrong_is_refused_with_its_line(tmp_path):
+    falls_through = SWAP.replace("return float(", "if ").replace("example.answer)", "example.answer: return 1.0")
+    refusal = r"384 of 384 answers at random cannot be graded: .*reward right .*mine.py:4. returned None"
+    with pytest.raises(TaskError, match=refusal):
+        chosen_for(falls_through, tmp_path)
 
 
 def test_the_share_of_groups_with_different_rewards_is_that_of_answers_at_random(tmp_path):
@@ -171,7 +178,8 @@ def test_right_answers_are_taught_where_answers_at_random_are_hardly_ever_right(
     info = TaskInfo(size=9, held_out=1, multi_turn=False)
     found = Survey(info=info, texts={*"12"}, prompt=2, answer=1, lucky=lucky, demonstrations=demonstrations)
     chosen = {each.setting: each.value for each in choose(found, positions=4096 * trained)}
-    assert ("trainer.warmup.steps" in chosen) is taught
+    assert (chosen.get("trainer.warmup.steps", 0) > 0) is taught
+    assert ("trainer.warmup.steps" in chosen) is (lucky < 0.05 and not trained), "that nothing is taught is said"
     assert (chosen.get("trainer.loss.kwargs.entropy_bonus") == 0.05) is taught, "what was taught is not forgotten"
 
 

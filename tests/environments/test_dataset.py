@@ -60,7 +60,8 @@ def test_rows_of_one_prompt_stay_examples_of_their_own_on_one_side(repeated):
     trained, held_out = [task.example(index) for index in range(task.size)], task.held_out(100)
     assert sorted(each.answer for each in trained + held_out) == sorted(row["result"] for row in rows)
     assert not {each.prompt for each in trained} & {each.prompt for each in held_out}
-    assert task.warning == "environment.kwargs.path: 49 of 60 rows repeat the prompt of an earlier row"
+    said = "49 of 60 rows repeat the prompt of an earlier row, which is right only if a prompt has several answers"
+    assert task.warning == f"the task's rows: {said}"
 
 
 def test_rows_that_are_all_held_out_are_refused():
@@ -88,7 +89,7 @@ def test_a_data_set_of_the_library_is_rows():
 def test_rows_to_test_on_are_never_trained_on():
     task = Environment.from_examples(ROWS, right, **COLUMNS, test_path=ROWS[:20])()
     assert len(task.held_out(100)) == 20 and task.size == 180
-    assert task.warning == "environment.kwargs.path: prompts of test_path are in 20 of 200 rows: not trained"
+    assert task.warning == "the task's rows: prompts of test_path are in 20 of 200 rows: not trained"
     assert not Environment.from_examples(ROWS, right, **COLUMNS)().warning
 
 
@@ -96,7 +97,7 @@ def test_rows_to_test_on_are_never_trained_on():
     ("text", "words"),
     [
         ("[1]", "rows.jsonl:1: expected an object with prompt and answer"),
-        ('{"prompt": "1"}', "expected an object"),
+        ('{"question": "1"}', "with prompt and answer .prompt= and answer= name them.: {'question': '1'}"),
         ('{"prompt": 1, "answer": 1}', "the prompt is 1; it must be a text"),
         ('{"prompt": [{"content": "1"}], "answer": 1}', "has no 'role'"),
         ("\n{", "rows.jsonl:2: not a line of JSON"),

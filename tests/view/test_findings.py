@@ -213,6 +213,17 @@ def test_entropy_that_is_gone_while_the_reward_is_low_is_a_problem():
     assert "The policy settled too soon" not in titles(run_of(train__entropy=falling, rollout__reward_mean=RISING))
     right = {"evaluation__exact_match": [0.0, 1.0], "train__entropy": falling, "rollout__reward_mean": FLAT}
     assert "The policy settled too soon" not in titles(run_of(**right)), "its best answers are right"
+    rollouts = [structs.replace(ROLLOUT, reward=float(number > 15)) for number in range(40)]  # the worst are recorded
+    late = {"train__entropy": falling, "rollout__reward_mean": [0.4] * 25 + [0.97] * 5, "rollouts": rollouts}
+    assert "The policy settled too soon" not in titles(run_of(**late)), "so many cannot be wrong now"
+    late["rollout__reward_mean"] = [0.4] * 30
+    found = said(run_of(**late, config={"trainer.loss.kwargs.entropy_bonus": 0.9}), "The policy settled too soon")
+    assert "reward is 0.40 and 40%" in found.text and "entropy-bonus" not in found.do, "no bonus is tripled for ever"
+
+
+def test_a_run_whose_best_answers_are_right_is_told_nothing_to_do():
+    run = run_of(evaluation__exact_match=[0.0, 1.0], rollout__reward_mean=RISING, rollouts=[ROLLOUT])
+    assert titles(run) == {"The policy learned"} and not said(run, "The policy learned").do
 
 
 @pytest.mark.parametrize(

@@ -219,18 +219,16 @@ class WeightRelay(ConnectedActor):
             sources = [host for host in slot.publication.hosts if host in self._relays]
             if not sources:
                 raise WeightsError(f"{slot.publication} is on no host that is left")
-            await self._fetch_from_any(slot, list(dict.fromkeys((self._parent(sources), *sources))))
+            # each source begins a chain, which receivers join in turn
+            receivers = [host for host in self._relays if host not in sources]
+            parent = [*sources, *receivers][receivers.index(self._host)]
+            await self._fetch_from_any(slot, list(dict.fromkeys((parent, *sources))))
             if slot.file != (final := segment_at(slot.publication.location)):
                 os.replace(slot.file, final)
                 slot.file = final
         except Exception as error:
             slot.fail(error)
             raise
-
-    def _parent(self, sources: Sequence[str]) -> str:
-        """The host that this one takes a publication from. Each source begins a chain; receivers join them in turn."""
-        receivers = [host for host in self._relays if host not in sources]
-        return [*sources, *receivers][receivers.index(self._host)]
 
     async def _fetch_from_any(self, slot: _Slot, holders: Sequence[str]) -> None:
         """Fetch what is missing from the first of these hosts, and what that one does not give from the next."""

@@ -28,6 +28,7 @@ from titan_rl.environments.rubric import GroupReward, Reward, RewardFunction, Ru
 from titan_rl.environments.tools import State, Tool, ToolError, tool
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.importing import import_file, import_name
+from titan_rl.one_line import one_line
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, Example, Message, ToolCall
 
@@ -277,7 +278,8 @@ class DatasetEnvironment(Environment):
         self._test = [example for _, example in test]
         self._train = [example for text, example in rows if text not in tested]
         self.size = len(self._train)
-        where, left_out = f"environment.kwargs.{self.settings[0]}", len(rows) - self.size
+        where = f"environment.kwargs.{self.settings[0]}" if isinstance(path, (str, Path)) else "the task's rows"
+        left_out = len(rows) - self.size
         repeats = len(rows) - len({text for text, _ in rows})
         repeated = f"{repeats} of {len(rows)} rows repeat the prompt of an earlier row"
         if not self._train:
@@ -285,7 +287,7 @@ class DatasetEnvironment(Environment):
         if left_out and not by_text:
             self.warning = f"{where}: prompts of {self.settings[1]} are in {left_out} of {len(rows)} rows: not trained"
         elif repeats * HELD_OUT_SHARE > len(rows):
-            self.warning = f"{where}: {repeated}"
+            self.warning = f"{where}: {repeated}, which is right only if a prompt has several answers"
         random.Random(derive_seed(self.stream, seed)).shuffle(self._train)
 
     def example(self, index: int) -> Example:
@@ -305,7 +307,8 @@ class DatasetEnvironment(Environment):
         prompt, answer, rejected = self._columns
         for where, row in read_rows(f"environment.kwargs.{setting}", rows):
             if not isinstance(row, Mapping) or any(name and name not in row for name in self._columns):
-                raise ConfigError(f"{where}: expected an object with {' and '.join(filter(None, self._columns))}")
+                wanted, found = " and ".join(filter(None, self._columns)), one_line(repr(row), 160)
+                raise ConfigError(f"{where}: expected an object with {wanted} (prompt= and answer= name them): {found}")
             messages = prompt_messages(where, row[prompt])
             content = "\n".join(message.content for message in messages)
             yield (

@@ -192,9 +192,8 @@ class AttachedHost(Host):
             self._agent = Connection(
                 actor.slice(ranks=0), what=f"{{}} of {self.label}", on_push=self._hear, on_lost=self._lose
             )
-            await self._agent.call(
-                CALL_SECONDS, HostAgent.run, bytes, bytes(LARGE_BYTES)
-            )  # so packets of all sizes pass
+            # so packets of all sizes pass
+            await self._agent.call(CALL_SECONDS, HostAgent.run, bytes, bytes(LARGE_BYTES))
             known: Introduction = await self._agent.call(FACTS_SECONDS + silent, HostAgent.begin, self._stage)
         except (ActorGone, CallTimeout) as error:
             self._lose(str(error))

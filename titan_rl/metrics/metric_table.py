@@ -39,10 +39,6 @@ class Metric:
     def limit(self) -> float | None:
         return self.above if self.below is None else self.below
 
-    @property
-    def bad_value(self) -> str:
-        return self.bad.replace("{limit}", f"{self.limit:g}") if self.limit is not None else self.bad
-
 
 @cache
 def metric_of(name: str) -> Metric | None:

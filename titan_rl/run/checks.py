@@ -283,7 +283,8 @@ def _check_arguments(
     }
     for name in kwargs:
         if name not in named and not open_ended:
-            takes = f"{did_you_mean(name, named)}; it takes {', '.join(named) or 'no arguments'}"
+            known = (*named, *sorted(OF_EVERY_LOSS)) if setting == "trainer.loss.kwargs" else (*named,)
+            takes = f"{did_you_mean(name, known)}; it takes {', '.join(known) or 'no arguments'}"
             raise ConfigError(f"{setting}.{name}: {called or function.__name__} takes no such argument{takes}")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in kwargs:

@@ -21,12 +21,13 @@ from titan_rl.chat.renderer import CALL, CALL_END, RESULT, RESULT_END, UNKNOWN
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import TOOL_ERROR, Environment
+from titan_rl.errors import TaskError
 from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, DemonstrationMessages, TaskCheck, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.run.players import Player, message_player
 from titan_rl.seeding import derive_seed
-from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
+from titan_rl.types import FailureKind, FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
 
 LOOKED_AT = 2_000
 """Training prompts whose texts are read."""
@@ -149,13 +150,17 @@ async def survey(config: RunConfig) -> Survey:
         for index in range(GROUPS):
             if time.monotonic() < until:
                 played.append(await player.play(_asked(player, index, SAMPLES)))
-        _read(found, (each for group in played for each in group))
+        rollouts = [each for group in played for each in group]
+        _read(found, rollouts)
+        ungraded = [each.error for each in rollouts if each.failure is FailureKind.GRADER]
+        if 2 * len(ungraded) > len(rollouts):
+            raise TaskError(f"{len(ungraded)} of {len(rollouts)} answers at random cannot be graded: {ungraded[0]}")
         found.different = fmean([len({each.reward for each in group if not each.error}) > 1 for group in played] or [0])
         worst_right = found.best - (1 - RIGHT) * abs(found.best)
-        if found.best <= 0 and all(each.error or each.reward == found.best for group in played for each in group):
+        if found.best <= 0 and all(each.error or each.reward == found.best for each in rollouts):
             found.lucky = 0.0  # nothing was seen to be better than anything else
         elif len(played) >= FEWEST_GROUPS:
-            found.lucky = fmean(not each.error and each.reward >= worst_right for group in played for each in group)
+            found.lucky = fmean(not each.error and each.reward >= worst_right for each in rollouts)
         at_once = not (player.info.multi_turn or player.info.tools or player.info.plays)
         answered = all(check.answers[: len(check.training)])
         found.demonstrations |= at_once and answered and right >= worst_right
@@ -288,6 +293,9 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
         add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps")
         add(BONUS, 0.05, "and searched around, not forgotten")
         add("loop.steps", TAUGHT_LOOP, "what was taught needs fewer steps by reward")
+    elif found.lucky < LUCK and not trained and warmup is None:
+        why = f"{found.lucky:.1%} of answers at random are right, and no `demonstration` says what to teach"
+        add("trainer.warmup.steps", 0, why)
     if info.plays:
         add("loop.groups_per_step", PROGRAM_GROUPS, "programs play its rollouts, which takes time")
         add("loop.steps", PROGRAM_STEPS, "fewer and longer ones")

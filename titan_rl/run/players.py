@@ -20,7 +20,7 @@ from titan_rl.isolation.wire import TaskInfo
 from titan_rl.loop.system import group_request
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.group_runner import GroupRunner
-from titan_rl.rollout.report import GroupResult, report_of
+from titan_rl.rollout.report import report_of
 from titan_rl.rollout.rollouter import Generate
 from titan_rl.rollout.samples import not_sampled
 from titan_rl.scheduling.group import MAX_ATTEMPTS
@@ -73,15 +73,13 @@ class Player:
         while True:
             try:
                 result = await self.runner.play(request, self.generate)
-                return await asyncio.to_thread(self._records, request, result)
+                decode, rollouts = self.runner.renderer.decode, report_of(request, result, ()).rollouts
+                records = (result.describe(rollout, decode, count=request.samples) for rollout in rollouts)
+                return await asyncio.to_thread(list, records)
             except ActorGone:
                 if request.attempt + 1 >= MAX_ATTEMPTS:
                     raise
                 request = replace(request, attempt=request.attempt + 1)
-
-    def _records(self, request: GroupRequest, result: GroupResult) -> list[RolloutRecord]:
-        decode, rollouts = self.runner.renderer.decode, report_of(request, result, ()).rollouts
-        return [result.describe(rollout, decode, count=request.samples) for rollout in rollouts]
 
 
 @asynccontextmanager

@@ -46,7 +46,8 @@ def findings(run: Run) -> list[Finding]:
 
 def _advised(run: Run, found: Finding) -> Finding:
     """With what the table of metrics says to do, where a rule says nothing, and with the run's directory."""
-    do, where = found.do or _of_table(run, found.see), shlex.quote(str(run.directory))
+    do = found.do if found.do or found.kind is Kind.GOOD else _of_table(run, found.see)
+    where = shlex.quote(str(run.directory))
     return dataclasses.replace(found, do=do.replace("RUN", where).replace("`logs/`", f"`{where}/logs/`"))
 
 

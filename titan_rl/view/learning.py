@@ -25,6 +25,7 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
+MOST_BONUS = 0.5
 COLLAPSED_ENTROPY, STILL_WRONG, MOSTLY_CUT = 0.1, 0.1, 0.5
 """Of the entropy that the run began with; share of the answers that get less than half of the largest reward. A policy
 that has both answers nearly always the same, and too often wrongly; but not where so many answers are cut off."""
@@ -171,7 +172,7 @@ def _reward(run: Run) -> Iterator[Finding]:
         yield Finding(Kind.PROBLEM, "Reward is flat", text, do, name)
     elif after < before:
         yield Finding(Kind.PROBLEM, "Reward falls", said, to_set(run, {LR: LOWER}), name)
-    elif run.summary and not _settled(run) and end and end[2] and end[1] > end[0]:
+    elif run.summary and not (_solved(run) or _settled(run)) and end and end[2] and end[1] > end[0]:
         do = f"Set --loop.steps {2 * len(rewards)}; `titan-rl train --resume RUN` takes it, too."
         yield Finding(Kind.WARNING, "It was still learning when the run ended", said, do, name)
 
@@ -234,17 +235,21 @@ def _no_signal(run: Run) -> Iterator[Finding]:
         yield Finding(Kind.WARNING, "Groups are small", text, do, name)
 
 
+def _solved(run: Run) -> bool:
+    """Whether the policy's best answers are right, where samples are still drawn from others."""
+    return run.values(SCORES[0])[-1:] >= [TOP_SHARE]
+
+
 def _settled(run: Run) -> str:
     """How far entropy fell while many answers are still wrong, where it did."""
-    name = "train/entropy"
-    entropies, reward, top = run.values(name), late(run, SCORES[-1]), _largest_reward(run)
+    entropies, rewards, top = run.values("train/entropy"), run.values(SCORES[-1]), _largest_reward(run)
     change = change_of(entropies)
-    right = run.values(SCORES[0])[-1:]  # the policy's best answers, where samples are still drawn from others
-    if change is None or reward is None or _goes_too_far(run) or right >= [TOP_SHARE]:
+    if change is None or not rewards or _goes_too_far(run) or _solved(run):
         return ""
     graded = [each.reward for each in _late_rollouts(run)]
+    reward, end = (fmean(each[-max(len(each) // 10, FEWEST_STEPS // 3) :]) for each in (rewards, entropies))
     wrong = fmean(each < top / 2 for each in graded) if len(graded) >= FEWEST_CORRELATED else float(reward < top / 2)
-    end = fmean(entropies[-max(len(entropies) // 10, FEWEST_STEPS // 3) :])
+    wrong = min(wrong, 2 - 2 * reward / top if top > 0 else 1.0)  # no more can be: recorded ones are not all
     cut = late(run, "rollout/truncated_share") or 0.0
     if end >= COLLAPSED_ENTROPY * change[0] or wrong < STILL_WRONG or cut > MOSTLY_CUT:
         return ""
@@ -257,6 +262,8 @@ def _settled(run: Run) -> str:
 def _more_entropy(run: Run) -> str:
     bonus = run.config.get("trainer.loss.kwargs.entropy_bonus", 0.0)
     least = 0.003 if run.config.get("policy.path") else 0.3  # weights that were trained before know where to search
+    if bonus > MOST_BONUS:  # more of it would drown the reward
+        return to_set(run, {"rollout.samples_per_group": 2})
     do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, least):g}; it is {bonus:g}."
     if not run.config.get("trainer.loss.kwargs.entropy_decay"):
         do += " With --trainer.loss.kwargs.entropy-decay 0.8 it is gone when the policy has found what pays."

@@ -139,7 +139,8 @@ def _meaning(name: str) -> dict[str, str]:
     metric = metric_of(name)
     if metric is None:
         return {}
-    return {"unit": metric.unit, "meaning": metric.meaning, "bad": metric.bad_value, "do": metric.do}
+    bad = metric.bad if metric.limit is None else metric.bad.replace("{limit}", f"{metric.limit:g}")
+    return {"unit": metric.unit, "meaning": metric.meaning, "bad": bad, "do": metric.do}
 
 
 def _curve(series: Mapping[int, float | None]) -> dict[str, Any]:
@@ -187,7 +188,9 @@ def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[ListedRollout], st
     used = size = 0
     chunk: list[ListedRollout] = []
     details: list[str] = []
-    rollouts = _round_robin(run.rollouts)
+    key = attrgetter("evaluated", "step")  # the first of every step, then the second of every step, …
+    steps = [[*those] for _, those in groupby(sorted(run.rollouts, key=key), key)]
+    rollouts = [each for those in zip_longest(*steps) for each in those if each is not None]
     with open(run.directory / ROLLOUTS, "rb") as file:
         for number, each in enumerate(rollouts):
             chunk.append(each)
@@ -200,13 +203,6 @@ def _chunks(run: Run, most_bytes: int) -> Iterator[tuple[list[ListedRollout], st
                     return
                 yield chunk, block
                 chunk, size, details = [], 0, []
-
-
-def _round_robin(rollouts: Sequence[ListedRollout]) -> list[ListedRollout]:
-    """The first of every step, then the second of every step, …; training and evaluation apart."""
-    key = attrgetter("evaluated", "step")
-    steps = [[*those] for _, those in groupby(sorted(rollouts, key=key), key)]
-    return [each for those in zip_longest(*steps) for each in those if each is not None]
 
 
 def _row(rollout: ListedRollout, run: int, chunk: int, place: int) -> dict[str, Any]:
