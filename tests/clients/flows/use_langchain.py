@@ -109,7 +109,9 @@ def agent(model):
 
 
 def agent_with_output_by_call(model):
-    told = create_agent(model, [add], response_format=ToolStrategy(Colour)).invoke({"messages": [("user", USER)]})
+    # it gives up on several outputs beside a call of a tool, which this policy makes once in a hundred times
+    once = model.model_copy(update={"model_kwargs": {"parallel_tool_calls": False}})
+    told = create_agent(once, [add], response_format=ToolStrategy(Colour)).invoke({"messages": [("user", USER)]})
     assert isinstance(told["structured_response"], Colour)
 
 
