@@ -13,6 +13,8 @@ TwoOrMore = Annotated[int, Meta(ge=2)]
 CountOrZero = Annotated[int, Meta(ge=0)]
 """0 usually means none, or no bound; the field says which."""
 Positive = Annotated[float, Meta(gt=0)]
+AtLeastOne = Annotated[float, Meta(ge=1)]
+MoreThanOne = Annotated[float, Meta(gt=1)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]

@@ -120,6 +120,45 @@ async def test_what_cannot_be_kept_is_refused(up, options, word):
         await ask(up, **options)
 
 
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"not": {"type": "boolean"}}, "not"),
+        ({"type": "object", "properties": {"a": {"if": {"const": 1}, "then": {"const": 1}}}}, "if"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"anyOf": [{"type": "string", "pattern": "^a(?=b)$"}]}, "pattern"),
+        ({"type": "array", "items": {"type": "integer", "multipleOf": 3}}, "multipleOf"),
+    ],
+)
+async def test_what_a_grammar_would_ignore_is_refused_by_its_name_and_place(up, schema, named):
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match=f"would be ignored: .*{named}") as refusal:
+        await ask(up, tools=openai.NOT_GIVEN, response_format=wanted)
+    assert refusal.value.param == "response_format"
+    tool = {
+        "type": "function",
+        "function": {"name": "x", "parameters": {"type": "object", "properties": {"y": schema}}},
+    }
+    with pytest.raises(openai.BadRequestError, match=named) as refusal:
+        await ask(up, tools=[tool], tool_choice="required")
+    assert refusal.value.param == "tools"
+
+
+async def test_names_and_values_that_read_like_keywords_are_none(up):
+    schema = {"type": "object", "properties": {"not": {"const": {"if": 1}}}, "required": ["not"]}
+    schema |= {"additionalProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    answer = await ask(up, tools=openai.NOT_GIVEN, response_format=wanted)
+    assert json.loads(answer.choices[0].message.content) == {"not": {"if": 1}}
+
+
+async def test_an_answer_that_is_cut_off_says_so_whatever_calls_it_has(up):
+    answer = await ask(up, tool_choice="required", max_tokens=120, n=32, extra_body={"return_token_ids": True})
+    ended = {(len(each.token_ids) < 120, bool(each.message.tool_calls), each.finish_reason) for each in answer.choices}
+    assert {(True, True, "tool_calls"), (False, True, "length")} <= ended
+    assert {reason for whole, _, reason in ended if whole} == {"tool_calls"}
+
+
 FORCED: dict[str, Any] = {
     "responses": {"tool_choice": "required", "parallel_tool_calls": False},
     "anthropic": {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 300},

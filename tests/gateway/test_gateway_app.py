@@ -418,6 +418,18 @@ async def test_a_stranger_cannot_hold_a_connection_with_a_body(renderer):
         writer.close()
 
 
+async def test_a_body_that_is_announced_as_far_too_long_is_refused_before_it_comes(renderer):
+    server = app.GatewayServer(GatewayConfig(port=0, model=MODEL), PlayedFleet(), policy_of(renderer, 32), run_seed=0)
+    reader, writer = await asyncio.open_connection(urlsplit(server.url).hostname, urlsplit(server.url).port)
+    try:
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413")
+    finally:
+        await server.close()
+        writer.close()
+
+
 async def test_every_call_is_counted_by_what_became_of_it(renderer):
     fleet = PlayedFleet(ValueError("oops"), GeneratorFailed("x"))
     async with http(fleet, renderer) as client:

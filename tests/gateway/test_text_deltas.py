@@ -290,6 +290,16 @@ def test_thinking_comes_as_it_is_sampled_without_white_space_around_it(chat: Ren
     )
 
 
+@pytest.mark.parametrize("thought", ["j<tool_call>b<|im_start|>c", "j<tool_call>b</tool_call>c<tool_call>d"])
+@pytest.mark.parametrize("tools", [False, True])
+def test_marks_in_a_thought_are_part_of_it_and_nothing_behind_them_is_content(chat: Renderer, thought, tools) -> None:
+    asked = chat_of(tools=tools)
+    prompt = chat.render(asked.messages, asked.tools)
+    tokens = [*chat.encode(f"<think>{thought}</think>\n\n{{}}"), chat.stop_token_ids[0]]
+    said = whole(tokens, chat, asked, prompt).message
+    assert (said.content, said.reasoning) == ("{}", thought)
+
+
 def test_a_call_comes_when_it_is_closed_and_not_when_it_may_turn_out_to_be_none(chat: Renderer) -> None:
     wrong = CALL.replace('"name": ', "")
     said = news(chat, ["Look:", CALL[:30], CALL[30:-12], "</tool_call>", "\n", wrong, CALL, "x"])

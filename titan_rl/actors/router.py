@@ -121,11 +121,11 @@ class GeneratorRouter(RequestServer):
             if (answer := self.dispatcher.completed(part.request_id, part)) is not None:
                 answers.append(answer)
         for attempt_id, error in failures:
-            status.failed += 1
-            if isinstance(error, RequestError):
+            if isinstance(error, RequestError):  # the client's fault
                 if (request_id := self.dispatcher.ended(attempt_id)) is not None:
                     errors.append((request_id, error))
                 continue
+            status.failed += 1
             died = str(error) if is_gone(error) else ""
             if (rest := self.dispatcher.lost(attempt_id, died=died)) is not None:
                 answers.append(rest)

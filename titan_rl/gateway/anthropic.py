@@ -195,7 +195,7 @@ class MessageAnswer(PartedAnswer):
                     yield self._event("delta", delta=told)
                     yield self._event("stop")
         if (choice := delta.choice) is not None:
-            reason = "tool_use" if choice.message.tool_calls else "end_turn" if choice.stopped else "max_tokens"
+            reason = "max_tokens" if not choice.stopped else "tool_use" if choice.message.tool_calls else "end_turn"
             stop = choice.stop_text if reason == "end_turn" else ""
             told = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop or None}
             yield {"type": "message_delta", "delta": told, "usage": usage}

@@ -271,7 +271,7 @@ class CallMiddleware:
             try:
                 await self._answer(scope, receive, watched)
             except ClientGone:
-                pass
+                status = CLIENT_GONE  # of a stream, too, which had begun with another
             except Exception as error:  # a bug: the server logs its traceback
                 if status == CLIENT_GONE:
                     await refusal(error, scope["path"])(scope, receive, watched)
@@ -287,7 +287,7 @@ class CallMiddleware:
                 try:
                     async with asyncio.timeout(BODY_SECONDS), cancelled_by(caller.ended):
                         wanted = scope["path"] not in OPEN_PATHS  # strangers could hold connections with endless bodies
-                        body = await self._body(receive) if wanted else b""
+                        body = await self._body(scope, receive) if wanted else b""
                 except TimeoutError:
                     problem = f"the request body did not arrive within {BODY_SECONDS} s"
                     raise ApiError(408, problem, headers={"Connection": "close"}) from None
@@ -316,9 +316,9 @@ class CallMiddleware:
             raise ApiError(401, problem, code="invalid_api_key", headers=headers)
         return caller
 
-    async def _body(self, receive: Receive) -> bytes:
-        most = self.max_body_bytes
-        body, length, more = bytearray(), 0, True
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        most, told = self.max_body_bytes, int(Headers(scope=scope).get("content-length", 0))
+        body, length, more = bytearray(), told * (told > most + MOST_DISCARDED), True
         while more and length <= most + MOST_DISCARDED:
             message = await receive()
             if message["type"] == "http.disconnect":

@@ -40,6 +40,8 @@ DRAWING += ["min_new_tokens"]
 """Fields that change how tokens are drawn, besides `seed`."""
 ASKED = ["stop_token_ids", "choices", "stop", "ignore_eos", "seed", "role", "echo"]
 """Fields of a call that a body may have."""
+FORMATS = ["response_format", "text", "output_config", "response_schema", "response_json_schema"]
+"""Fields of bodies that say what an answer must be."""
 
 
 def _few_parts(entries: Any) -> Any:
@@ -145,6 +147,9 @@ def call_of(call_id: str, prompts: Prompts, body: Strict, prompt: str, place: st
     # OpenAI has both
     most = "max_tokens" if "max_tokens" in names and "max_new_tokens" not in asked else "max_new_tokens"
     told = {name: names[name] for name in (*DRAWING, "stop_token_ids", "choices") if name in names}
+    if (form := more.get("answer")) is not None:
+        field = next((names[each] for each in FORMATS if each in asked), prompt)
+        told = {"constrain": "tools" if form.tools else field} | told
     more |= {name: asked[name] for name in ASKED if name in asked}
     return CompletionCall(
         id=call_id,

@@ -138,10 +138,10 @@ class CompletionCall:
                 continue
             text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
             size += len(text)
-            longest = len(text) if text.isascii() else len(text) // 4
-            if longest > most:
-                problem = f"cannot fit: max_model_len ({policy.max_model_len}) tokens hold at most {most}"
-                raise errors.RequestTooLong(f"the text of {longest} characters {problem}")
+            bound = most if text.isascii() else 4 * most
+            if len(text) > bound:
+                problem = f"cannot fit: max_model_len ({policy.max_model_len}) tokens hold at most {bound}"
+                raise errors.RequestTooLong(f"the text of {len(text)} characters {problem}")
         return size
 
 

@@ -248,8 +248,7 @@ class ChoiceReader:
         self._token_bytes = lru_cache(maxsize=None)(renderer.token_bytes)  # prompts and lists of likeliest repeat many
         self._thought_end: list[int] = []
         self._tools = [] if self._chat is None else [tool.name for tool in self._chat.tools]
-        self._kept: tuple[int, Message] | None = None  # where a mark begins behind content, and the turn up to there
-        self._searched = 0  # characters that were searched for that mark
+        self._kept: tuple[int, Message] | None = None  # where the first mark begins, and the turn up to there
         if self._chat is not None:
             for name in THOUGHTS:
                 with suppress(TaskError):  # a tokenizer that cannot write it has no thoughts
@@ -346,19 +345,17 @@ class ChoiceReader:
         return said._replace(content=said.content.lstrip()) if self._tools else said
 
     def _keep(self, turn: list[int]) -> None:
-        """Find the first mark that has content before it: up to there it may have been streamed."""
+        """Find the first mark: content before it may have been streamed, and none behind it."""
         text = self._renderer.decode(turn)
-        for mark in _MARK.finditer(text, self._searched):
-            self._searched = mark.end()
-            if mark["think"] is not None or not mark.start():
-                continue
-            ends = range(len(turn) + 1)
-            before = bisect_right(ends, mark.start(), key=lambda end: len(self._renderer.decode(turn[:end]))) - 1
-            said = self._as_format(turn[:before], FinishReason.LENGTH)
-            if content := said.content.rstrip():
-                kept = len(text[: mark.start()].rstrip()), said._replace(content=content)
-                self._kept = (0, Message("assistant", "")) if _may_be_call(content, self._tools) else kept
-                return
+        mark = next((each for each in _MARK.finditer(text) if each["think"] is None), None)
+        if mark is None:
+            return
+        ends = range(len(turn) + 1)
+        before = bisect_right(ends, mark.start(), key=lambda end: len(self._renderer.decode(turn[:end]))) - 1
+        said = self._as_format(turn[:before], FinishReason.LENGTH)
+        content = said.content.rstrip()
+        kept = len(text[: mark.start()].rstrip()), said._replace(content=content)
+        self._kept = kept if content and not _may_be_call(content, self._tools) else (0, Message("assistant", ""))
 
     def _delta(self, news: News, new: Piece, choice: Choice | None = None) -> Delta:
         first_call, self._called = self._called, self._called + len(news.calls)

@@ -96,7 +96,7 @@ class OpenAIAnswer(Answer):
     def _choice_json(self, delta: Delta, content: Json, logprobs: Json | None) -> Json:
         reason = None
         if (choice := delta.choice) is not None:
-            reason = "tool_calls" if choice.message.tool_calls else "stop" if choice.stopped else "length"
+            reason = "length" if not choice.stopped else "tool_calls" if choice.message.tool_calls else "stop"
         written = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**written, "token_ids": delta.tokens} if self.body.return_token_ids else written
 

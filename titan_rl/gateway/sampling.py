@@ -83,7 +83,7 @@ class Sampler:
         try:
             if len(call.prompts) * call.choices > self._max_choices:
                 problem = f"{len(call.prompts)} prompts × {call.choices} choices are more than {self._max_choices}"
-                raise ApiError(400, problem)
+                raise ApiError(400, problem, code="invalid_request")
             quick = call.check_length(self.policy) <= QUICK_TEXT and call.answer is None
             asked = await self._jobs.run(functools.partial(caller.asked, call), quick=quick)
             requests = caller.requests(call, asked)

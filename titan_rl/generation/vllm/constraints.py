@@ -5,6 +5,7 @@ ranks allow the same tokens in the same step. A completion that goes on elsewher
 """
 
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ LARGEST = 32_768
 """Characters of a constraint: one of several thousand values or properties takes seconds to compile."""
 CACHE_BYTES = 256 << 20
 """Of compiled constraints."""
+_IGNORED = {"not", "if", "dependentRequired", "dependentSchemas", "dependencies"}
+_NAMED, _DATA = {"properties", "patternProperties", "$defs", "definitions"}, {"const", "enum", "default", "examples"}
+"""Keywords that vLLM does not look for; whose values are schemas by name; whose values are no schemas."""
+_PLACE = re.compile(r"\[[\d:]+\] \S+\.cc:\d+: ")
 _BYTE_255 = {VocabType.BYTE_LEVEL: "\N{LATIN SMALL LETTER Y WITH DIAERESIS}", VocabType.BYTE_FALLBACK: "<0xFF>"}
 """As vocabularies write it."""
 
@@ -49,10 +54,10 @@ class Constraints:
                 check_json_nesting(sampling.constraint, structural_tag=True)
                 kind = StructuredOutputOptions.STRUCTURAL_TAG
                 self._backend().compile_grammar(kind, sampling.constraint, set(sampling.stop_token_ids))
-                if has_xgrammar_unsupported_json_features(json.loads(sampling.constraint)):
-                    problem = "its schema has keywords that would be ignored (multipleOf, uniqueItems, allOf, …)"
+                if ignored := _ignored(json.loads(sampling.constraint)):
+                    problem = f"its constraint has a schema of which something would be ignored: {ignored}"
             except Exception as error:  # the library has no class for it
-                problem = f"its constraint cannot be compiled: {error}"
+                problem = f"its constraint cannot be compiled: {_PLACE.sub('', str(error)).strip()}"
         if problem:
             raise RequestError(f"request {request.request_id!r}: {problem}")
 
@@ -82,6 +87,21 @@ class Constraints:
                 backend.compiler = GrammarCompiler(_without_marks(tokenizer, size), cache_limit_bytes=CACHE_BYTES)
                 self._manager.tokenizer, self._manager.backend = tokenizer, backend
             return self._manager.backend
+
+
+def _ignored(schema: Any, *, names: bool = False) -> str:
+    """Keywords one of which the library would ignore; empty: there is none. `names`: keys are names of properties."""
+    if isinstance(schema, list):
+        return next(filter(None, map(_ignored, schema)), "")
+    if not isinstance(schema, dict):
+        return ""
+    plain = schema if names else {key: value for key, value in schema.items() if key not in _DATA}
+    inner = (_ignored(value, names=not names and key in _NAMED) for key, value in plain.items())
+    if (found := next(filter(None, inner), "")) or names:
+        return found
+    looks = re.search(r"\(\?<?[=!]", str(plain.get("pattern")))  # ahead or back
+    ignored = [key for key in plain if key in _IGNORED or (looks and key == "pattern")]
+    return ", ".join(ignored or (plain.keys() - {"type"} if has_xgrammar_unsupported_json_features(plain) else ()))
 
 
 def _without_marks(tokenizer: Any, size: int) -> TokenizerInfo:

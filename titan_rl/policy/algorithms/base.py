@@ -124,6 +124,12 @@ class TrainedTokens:
         return replace(self, **{name: tensor[mask] for name, tensor in tensors.items()})
 
 
+def covariance(tokens: TrainedTokens) -> Tensor:
+    """[N] of each token: its advantage times how far its logprob is from the mean of its sample, as a constant."""
+    logprobs = tokens.logprobs.detach()
+    return tokens.advantages * (logprobs - tokens.sample_mean(logprobs))
+
+
 def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Gains:
     """PPO's pessimistic bound min(r A, clip(r, 1 - low, 1 + high) A), and where it bites (arXiv:1707.06347, eq. 7)."""
     free, held = ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages

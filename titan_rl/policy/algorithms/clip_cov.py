@@ -9,20 +9,7 @@ Differs  a token's covariance is A (logprob - mean of its sample): the group's m
 Run      --trainer.loss.name clip_cov
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from titan_rl.policy.algorithms.base import Gains, TrainedTokens
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-
-def covariance(tokens: TrainedTokens) -> Tensor:
-    """[N] of each token, as a constant."""
-    logprobs = tokens.logprobs.detach()
-    return tokens.advantages * (logprobs - tokens.sample_mean(logprobs))
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens, covariance
 
 
 def loss(tokens: TrainedTokens, *, low: float = 1.0, high: float = 5.0) -> Gains:

@@ -12,20 +12,12 @@ Differs  pi_prox is the last published policy, not a moving average of policies 
 Run      --trainer.loss.name decoupled_ppo --trainer.minibatches 4
 """
 
-from typing import Annotated
-
-from msgspec import Meta
-
-from titan_rl.bounds import NotNegative, Share
+from titan_rl.bounds import MoreThanOne, NotNegative, Share
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens, clipped, probability_ratio
 
 
 def loss(
-    tokens: TrainedTokens,
-    *,
-    clip_low: Share = 0.2,
-    clip_high: NotNegative = 0.2,
-    weight_cap: Annotated[float, Meta(gt=1)] = 5.0,
+    tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, weight_cap: MoreThanOne = 5.0
 ) -> Gains:
     weight = probability_ratio(tokens.proximal, tokens.behaviour_logprobs)
     gains, held = clipped(probability_ratio(tokens.logprobs, tokens.proximal), tokens.advantages, clip_low, clip_high)

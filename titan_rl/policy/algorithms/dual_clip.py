@@ -7,17 +7,11 @@ Differs  not from the equation.
 Run      --trainer.loss.name dual_clip
 """
 
-from typing import Annotated
-
-from msgspec import Meta
-
-from titan_rl.bounds import NotNegative, Share
+from titan_rl.bounds import MoreThanOne, NotNegative, Share
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens, clipped
 
 
-def loss(
-    tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, c: Annotated[float, Meta(gt=1)] = 3.0
-) -> Gains:
+def loss(tokens: TrainedTokens, *, clip_low: Share = 0.2, clip_high: NotNegative = 0.2, c: MoreThanOne = 3.0) -> Gains:
     gains, bites = clipped(tokens.ratio, tokens.advantages, clip_low, clip_high)
     least = c * tokens.advantages
     held = (tokens.advantages < 0) & (gains < least)

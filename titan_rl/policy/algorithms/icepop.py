@@ -8,15 +8,11 @@ Differs  there is one ratio here, for age and engine alike, and so no clip insid
 Run      --trainer.loss.name icepop
 """
 
-from typing import Annotated
-
-from msgspec import Meta
-
-from titan_rl.bounds import Share
+from titan_rl.bounds import AtLeastOne, Share
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens, *, low: Share = 0.5, high: Annotated[float, Meta(ge=1)] = 5.0) -> Gains:
+def loss(tokens: TrainedTokens, *, low: Share = 0.5, high: AtLeastOne = 5.0) -> Gains:
     weight = tokens.weight
     outside = (weight < low) | (weight > high)
     return weight.masked_fill(outside, 0.0) * tokens.advantages * tokens.logprobs, outside

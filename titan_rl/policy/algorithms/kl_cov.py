@@ -10,8 +10,7 @@ Run      --trainer.loss.name kl_cov
 """
 
 from titan_rl.bounds import NotNegative
-from titan_rl.policy.algorithms.base import Gains, TrainedTokens
-from titan_rl.policy.algorithms.clip_cov import covariance
+from titan_rl.policy.algorithms.base import Gains, TrainedTokens, covariance
 
 
 def loss(tokens: TrainedTokens, *, limit: float = 1.0, weight: NotNegative = 1.0) -> Gains:

@@ -9,14 +9,11 @@ Differs  an answer is what one sample trains.
 Run      --trainer.loss.name mis
 """
 
-from typing import Annotated
-
-from msgspec import Meta
-
+from titan_rl.bounds import AtLeastOne
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens, bounded_exp
 
 
-def loss(tokens: TrainedTokens, *, cap: Annotated[float, Meta(ge=1)] = 2.0) -> Gains:
+def loss(tokens: TrainedTokens, *, cap: AtLeastOne = 2.0) -> Gains:
     whole = bounded_exp(tokens.sample_sum(tokens.log_ratio.detach()))
     dropped = whole > cap
     return whole.masked_fill(dropped, 0.0) * tokens.advantages * tokens.logprobs, dropped

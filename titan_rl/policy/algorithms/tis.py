@@ -8,13 +8,10 @@ Differs  there is one ratio here, for age and engine alike.
 Run      --trainer.loss.name tis
 """
 
-from typing import Annotated
-
-from msgspec import Meta
-
+from titan_rl.bounds import AtLeastOne
 from titan_rl.policy.algorithms.base import Gains, TrainedTokens
 
 
-def loss(tokens: TrainedTokens, *, cap: Annotated[float, Meta(ge=1)] = 2.0) -> Gains:
+def loss(tokens: TrainedTokens, *, cap: AtLeastOne = 2.0) -> Gains:
     weight = tokens.weight
     return weight.clamp(max=cap) * tokens.advantages * tokens.logprobs, weight > cap
