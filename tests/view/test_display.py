@@ -117,7 +117,8 @@ def test_outside_a_terminal_steps_are_plain_lines_and_not_too_many() -> None:
         display.evaluation(100, 0.95, 0.99, ["wrong  '1=' → '3'"])
     lines = out.getvalue().splitlines()
     assert lines[0] == "step    1/100  reward 0.500  entropy 1.20  [ms: train 50]"
-    assert lines[-3].startswith("step  100/100")
+    assert lines[1].endswith("  0:00:08 left")
+    assert lines[-3].startswith("step  100/100") and lines[-3].endswith("]")
     assert lines[-2] == "held-out after step 100: exact match 0.950, reward 0.990"
     assert lines[-1] == "  wrong  '1=' → '3'"
     assert 5 <= len(lines) <= 11
