@@ -345,8 +345,7 @@ class _Link:
             call = actor.connect.call_one(cloudpickle.dumps(port))
             async with asyncio.TaskGroup() as tasks:
                 receiving = tasks.create_task(self._receive(receiver))
-                ends = tasks.create_task(asyncio.wait_for(call, None))  # which takes a Monarch future, unlike a task
-                ends.add_done_callback(lambda _: receiving.cancel())
+                tasks.create_task(_until_ended(call)).add_done_callback(lambda _: receiving.cancel())
         except* SupervisionError as group:
             reason = _gone(group.exceptions[0])
         except* Exception as group:
@@ -384,3 +383,7 @@ async def _answer(actor: Actor, number: int | None, name: str, arguments: bytes,
         outcome = _dumps(_Raised(f"raised {type(error).__name__}: {error}"))
     if failed or number is not None:
         outcomes.put((number, outcome))
+
+
+async def _until_ended(call: Any) -> None:
+    await call  # create_task does not accept a Monarch future
