@@ -29,8 +29,8 @@ MOST_BONUS = 0.5
 COLLAPSED_ENTROPY, STILL_WRONG, MOSTLY_CUT = 0.1, 0.1, 0.5
 """Of the entropy that the run began with; share of the answers that get less than half of the largest reward. A policy
 that has both answers nearly always the same, and too often wrongly; but not where so many answers are cut off."""
-LEAST_GAIN = 0.02
-"""Of held-out exact match; a smaller change counts as none."""
+LEAST_GAIN, LEAST_FALL = 0.02, 0.05
+"""Of held-out exact match; a smaller change counts as none: of 30 prompts, one that is missed is chance."""
 MOSTLY_RIGHT = 0.5
 """Held-out exact match of a policy that has learned what its reward is for."""
 APART = 0.15
@@ -143,7 +143,7 @@ def _learned(run: Run) -> Iterator[Finding]:
         yield Finding(Kind.WARNING, title, text, do, name)
     elif learned:
         yield Finding(Kind.GOOD, "The policy learned", f"{said}.", see=name)
-    if first - last > LEAST_GAIN:
+    if first - last > LEAST_FALL:
         do = f"The reward may pay for something else than the score. {READ_REWARDS}"
         rewards = run.values("evaluation/reward")
         if rewards and rewards[0] - rewards[-1] > LEAST_GAIN:  # it pays for the same, and fell too
