@@ -25,7 +25,7 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
-MOST_BONUS = 0.5
+MOST_BONUS = 0.5  # of the entropy, that is still made larger
 COLLAPSED_ENTROPY, STILL_WRONG, MOSTLY_CUT = 0.1, 0.1, 0.5
 """Of the entropy that the run began with; share of the answers that get less than half of the largest reward. A policy
 that has both answers nearly always the same, and too often wrongly; but not where so many answers are cut off."""
