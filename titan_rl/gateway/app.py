@@ -318,8 +318,8 @@ class CallMiddleware:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         most, told = self.max_body_bytes, int(Headers(scope=scope).get("content-length", 0))
-        body, length, more = bytearray(), told * (told > most + MOST_DISCARDED), True
-        while more and length <= most + MOST_DISCARDED:
+        body, length, more = bytearray(), 0, True
+        while more and max(length, told) <= most + MOST_DISCARDED:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
@@ -329,7 +329,7 @@ class CallMiddleware:
                 body += part
             else:
                 body.clear()
-        if length > most:
+        if max(length, told) > most:
             problem = f"the request body is longer than {most} bytes"
             raise ApiError(413, problem, headers={"Connection": "close"})
         return bytes(body)
