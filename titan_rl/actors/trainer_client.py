@@ -182,6 +182,10 @@ class TrainerClient(MeshClient):
         self.version, self._as_loaded = PolicyVersion(incarnation, answers[0][0]), False
         self._tell(max(why for _, why in answers))
 
+    def outdate(self) -> None:
+        """These ranks are not the ones to start over with: others are to be made, with other settings."""
+        self._as_loaded = False
+
     async def start_over(self, incarnation: int) -> None:
         """Begin as this incarnation with the policy as it was loaded, which is what new ranks hold: ranks that have
         trained are replaced."""

@@ -99,7 +99,7 @@ class TrainingLoop:
 
     async def run(self) -> RunSummary:
         """Do the whole run, or the rest of it. The final weights of the policy are the ones that were evaluated last.
-        Call `end` in any case, after what is to be saved is saved. After RollbackNeeded nothing is left to end."""
+        Call `end` in any case, after what is to be saved is saved, or `leave`. After RollbackNeeded it has left."""
         system = self._system
         system.rollouts.on_lost, system.trainer.on_state_lost = self._lost.store_lost, self._changes.notify
         self._display.print_line(self._buffer.limits.describe())
@@ -135,11 +135,8 @@ class TrainingLoop:
         for later in failures[1:]:
             _log.warning("failed after the first: %s", later)
         if failures:
-            if isinstance(failures[0], RollbackNeeded):  # another loop goes on: nothing of this one is in its way
-                await self.end(failed=True, seconds=None)
-                if self._checkpoints is not None:
-                    await self._checkpoints.written()
-                await self._publications.drop()
+            if isinstance(failures[0], RollbackNeeded):
+                await self.leave()
             raise failures[0]
         return self.summary
 
@@ -168,6 +165,13 @@ class TrainingLoop:
             await release_samples(self._system.rollouts, self._reports.values(), seconds=seconds)
         else:
             await check_stores_are_empty(self._system.rollouts)
+
+    async def leave(self) -> None:
+        """End so that another loop can go on with the same parts: nothing of this one is in its way."""
+        await self.end(failed=True, seconds=None)
+        if self._checkpoints is not None:
+            await self._checkpoints.written()
+        await self._publications.drop()
 
     async def _restore(self, directory: Path) -> None:
         """Bring every part to where it was when the checkpoint was cut. Evaluations that were under way then are done

@@ -2,30 +2,33 @@
 
 Search learning rate, entropy bonus and samples per group for a task of yours. Shows a table and writes the config of
 the best. Successive halving: every candidate trains a little, the better half is trained twice as long, until one is
-left. Each trial is an ordinary run from the first step on, in processes of its own, so that its learning rate falls as
-it would and a trial that fails costs only itself; they stay in DIRECTORY/tune-NAME, for `titan-rl report`.
+left. Each trial trains from the first step on, so that its learning rate falls as it would, and one that fails costs
+only itself. All use one fleet, of which the trainer alone is made anew. They stay in DIRECTORY, for `titan-rl report`.
 """
 
+from __future__ import annotations
+
+import logging
 import math
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from titan_rl.config import RunConfig
-from titan_rl.errors import ConfigError
-from titan_rl.overrides import EXIT_USAGE, Command, Verb, flat, to_toml, variant
-from titan_rl.playing.policies import number_of
-from titan_rl.run.run import make_run_directory
+from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Command, Verb, flat, to_toml, variant
+from titan_rl.playing.policies import number_of, run_until_signal
 from titan_rl.train import for_task, may_start, problems
 from titan_rl.view.learning import LR, times
 from titan_rl.view.read import read_run
+
+if TYPE_CHECKING:
+    from titan_rl.supervision.run_end import Options
+    from titan_rl.supervision.supervisor import Supervisor
 
 BONUS, SAMPLES = "trainer.loss.kwargs.entropy_bonus", "rollout.samples_per_group"
 TRIED = {
@@ -82,25 +85,59 @@ def better_half(entered: Sequence[Candidate]) -> list[Candidate]:
     return sorted(entered, key=lambda each: -each.scores[-1])[: max(len(entered) // 2, 1)]
 
 
-def trial(config: RunConfig, candidate: Candidate, steps: int, directory: Path) -> float:
-    """Train so many steps; returns the seconds that a step took, all but the first."""
-    number = sum(1 for _ in directory.glob("trial-*.toml"))
-    changes = {"loop.steps": steps, "evaluation.every": 0, "evaluation.target_exact_match": 0.0}
-    logging = {"logging.directory": str(directory), "logging.name": f"trial-{number}", "logging.save_final": False}
-    file = directory / f"trial-{number}.toml"
-    file.write_text(to_toml(variant(config, candidate.settings | changes | logging)), encoding="utf-8")
-    with file.with_suffix(".log").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "titan_rl.train", "--config", file], stdout=log, stderr=log)
-        try:
-            failed = process.wait() != 0
-        except BaseException:  # Ctrl-C, which the run had, too; or SIGTERM
-            process.terminate()
-            process.wait()
-            raise
-    run = read_run(next(directory.glob(f"{file.stem}-*"), file), brief=True)
-    rewards, seconds = run.values(SCORE), run.values("seconds/step")
-    candidate.scores.append(rewards[-1] if rewards and not failed else -math.inf)
-    return sum(seconds[1:]) / max(len(seconds) - 1, 1)
+class Search:
+    """Trials, one after the other on one fleet, of which each has a directory of its own as a run has."""
+
+    def __init__(self, config: RunConfig, meshes: Supervisor, directory: Path, console: Console) -> None:
+        self._config, self._meshes, self._directory, self._console = config, meshes, directory, console
+        self._trials = 0
+
+    async def trial(self, candidate: Candidate, steps: int) -> float:
+        """Train so many steps; returns the seconds that a step took, all but the first."""
+        from titan_rl.run.training import Training
+
+        directory = self._directory / f"trial-{self._trials}"
+        directory.mkdir()
+        config = trial_config(self._config, candidate, steps)
+        training = Training(config, directory, None, Console(quiet=True), incarnation=self._trials + 1)
+        self._trials += 1
+        with self._console.status(f"{directory.name}: {steps} steps"):
+            failed = await training.trial(self._meshes)
+        run = read_run(directory, brief=True)
+        rewards, seconds = run.values(SCORE), run.values("seconds/step")
+        candidate.scores.append(rewards[-1] if rewards and not failed else -math.inf)
+        if failed:
+            self._console.print(f"  {directory.name} failed: {failed}")
+        return sum(seconds[1:]) / max(len(seconds) - 1, 1)
+
+    async def run(self, seconds: float) -> Candidate | None:
+        """The best candidate, found within about so many seconds; None: all have failed."""
+        print_line, began = self._console.print, time.monotonic()
+        entered = tried = candidates(self._config)
+        step = await self.trial(Candidate(tried[0].settings), FEWEST_STEPS)
+        if not step:
+            return None
+        start = max(time.monotonic() - began - step * FEWEST_STEPS, 1.0)
+        steps = first_steps(len(tried), seconds - (time.monotonic() - began), start, step)
+        plan = list(rounds(len(tried), min(steps, max(self._config.loop.steps // 4, FEWEST_STEPS))))
+        planned = sum(count * (start + length * step) for count, length in plan)
+        print_line(f"a step takes {step:.2f} s: {len(tried)} trials of {plan[0][1]} steps first")
+        print_line(f"all of it takes about {planned / 60:.0f} minutes; trials are in {self._directory}")
+        for _, length in plan:
+            for candidate in entered:
+                await self.trial(candidate, length)
+                values = ", ".join(f"{key} {value}" for key, value in _shown(candidate).items())
+                print_line(f"  {length} steps  reward {candidate.scores[-1]:.3f}  {values}")
+            entered = better_half(entered)
+        if (best := entered[0]).scores[-1] == -math.inf:
+            return None
+        print_line(result_table(tried, best))
+        return best
+
+
+def trial_config(config: RunConfig, candidate: Candidate, steps: int) -> RunConfig:
+    nothing_kept = {"evaluation.every": 0, "evaluation.target_exact_match": 0.0, "checkpoint.keep": 0}
+    return variant(config, candidate.settings | nothing_kept | {"loop.steps": steps})
 
 
 def _act(command: Command, prog: str) -> int:
@@ -108,34 +145,25 @@ def _act(command: Command, prog: str) -> int:
     config = for_task(command.word("task"), command, prog)
     if not may_start(problems(config), prog):
         return EXIT_USAGE
-    console = Console(highlight=False)
-    name = config.logging.name or Path(config.environment.name).stem
-    directory = make_run_directory(replace(config, logging=replace(config.logging, name=f"tune-{name}")))
-    entered = tried = candidates(config)
-    began = time.monotonic()
-    step = trial(config, Candidate(tried[0].settings), FEWEST_STEPS, directory)
-    if not step:
-        raise ConfigError(f"the first trial failed: {directory / 'trial-0.log'} says why")
-    start = max(time.monotonic() - began - step * FEWEST_STEPS, 1.0)
-    steps = first_steps(len(tried), 60 * minutes - (time.monotonic() - began), start, step)
-    plan = list(rounds(len(tried), min(steps, max(config.loop.steps // 4, FEWEST_STEPS))))
-    seconds = sum(count * (start + length * step) for count, length in plan)
-    console.print(f"a step takes {step:.2f} s, a start {start:.0f} s: {len(tried)} trials of {plan[0][1]} steps first")
-    console.print(f"all of it takes about {seconds / 60:.0f} minutes; trials are in {directory}")
-    for _, length in plan:
-        for candidate in entered:
-            trial(config, candidate, length, directory)
-            values = ", ".join(f"{key} {value}" for key, value in _shown(candidate).items())
-            console.print(f"  {length} steps  reward {candidate.scores[-1]:.3f}  {values}")
-        entered = better_half(entered)
-    best = entered[0]
-    if best.scores[-1] == -math.inf:
-        raise ConfigError(f"all trials failed: {directory} has what they said")
-    console.print(result_table(tried, best))
-    kept = directory / "best.toml"
-    kept.write_text(to_toml(variant(config, best.settings)), encoding="utf-8")
-    console.print(f"titan-rl train --config {kept}", soft_wrap=True)
-    return 0
+    console = Console(highlight=False, soft_wrap=True)
+
+    async def work(directory: Path, options: Options) -> tuple[int, str]:
+        from titan_rl.run.start import bring_up
+
+        began = time.monotonic()
+        first = trial_config(config, candidates(config)[0], FEWEST_STEPS)
+        options = {**options, "on_mesh": lambda mesh, doing: None, "say": logging.getLogger(__name__).info}
+        async with bring_up(first, **options) as meshes:
+            search = Search(config, meshes, directory, console)
+            best = await search.run(60 * minutes - (time.monotonic() - began))
+        if best is None:
+            return EXIT_FAILED, "found nothing: every trial has failed"
+        kept = directory / "best.toml"
+        kept.write_text(to_toml(variant(config, best.settings)), encoding="utf-8")
+        console.print(f"titan-rl train --config {kept}")
+        return EXIT_OK, "is done"
+
+    return run_until_signal("tune", config, work, console.print)
 
 
 def _shown(candidate: Candidate) -> dict[str, Any]:

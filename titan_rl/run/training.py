@@ -63,9 +63,16 @@ _log = logging.getLogger(__name__)
 
 class Training:
     def __init__(
-        self, config: RunConfig, directory: Path, checkpoint: Checkpoint | None, console: Console, *, replay_until: int
+        self,
+        config: RunConfig,
+        directory: Path,
+        checkpoint: Checkpoint | None,
+        console: Console,
+        *,
+        replay_until: int = 0,
+        incarnation: int = 0,
     ) -> None:
-        """`checkpoint`: from which the run goes on; None: it begins. `replay_until`: see `run`."""
+        """`checkpoint`: from which the run goes on; None: it begins, as this incarnation. `replay_until`: see `run`."""
         self.saved = NOTHING_SAVED
         """Where the weights are that were saved last, in words."""
         self._config = config
@@ -73,7 +80,7 @@ class Training:
         self._replay_until = replay_until
         self._said: set[str] = set()  # titles of findings
         self._display = RunDisplay(steps=config.loop.steps, live=config.logging.progress, console=console)
-        self._prepare(checkpoint)
+        self._prepare(checkpoint, incarnation=incarnation)
 
     async def run(self, run_end: RunEnd) -> TrainingLoop:
         """Train to the end and save; returns the loop that came there. Raises as `train_and_save`."""
@@ -90,13 +97,29 @@ class Training:
         finally:
             self._metrics.close()
 
+    async def trial(self, meshes: Supervisor) -> str:
+        """Train to the end on meshes that go on after it, and save nothing. Returns why the training itself failed, or
+        nothing. Raises what ends the meshes."""
+        meshes.start_over(self._config)
+        system, why = meshes.system(), ""
+        recorder = self._make_recorder(system)
+        loop = self._make_loop(system, recorder)
+        try:
+            await meshes.run_end.watch(loop.run())
+        except (NothingToTrain, TrainingError, RollbackNeeded) as error:
+            why = str(error)
+        finally:
+            self._metrics.close()
+        await loop.leave()
+        await recorder.settled()
+        return why
+
     async def _until_done(self, meshes: Supervisor) -> TrainingLoop:
         system, say = meshes.system(), self._display.print_line
         in_vain = 0
         while True:
             began = self._ledger.buffer.trainer_version.step
-            writer = RolloutWriter(self._directory, keep_bytes=self._ledger.rollouts_bytes, warn=say)
-            recorder = Recorder(system.rollouts, writer, each=self._config.logging.rollouts, only=self._replay_until)
+            recorder = self._make_recorder(system)
             loop = self._make_loop(system, recorder)
             advice = asyncio.create_task(self._advise())
             try:
@@ -160,6 +183,11 @@ class Training:
             keep_bytes=self._ledger.metrics_bytes,
             warn=self._display.print_line,
         )
+
+    def _make_recorder(self, system: System) -> Recorder:
+        keep, say = self._ledger.rollouts_bytes, self._display.print_line
+        writer = RolloutWriter(self._directory, keep_bytes=keep, warn=say)
+        return Recorder(system.rollouts, writer, each=self._config.logging.rollouts, only=self._replay_until)
 
     def _make_loop(self, system: System, recorder: Recorder) -> TrainingLoop:
         checkpoint, display, metrics = self._checkpoint, self._display, self._metrics

@@ -98,6 +98,11 @@ class Supervisor:
             gateway=self.gateway if "gateway" in self.meshes else None,
         )
 
+    def start_over(self, config: RunConfig) -> None:
+        """The next loop has these settings, and a trainer that is made with them. The other meshes stay as they are."""
+        self.config = self.table.config = config
+        self.meshes["trainer"].client.outdate()
+
     # Up and down.
 
     def place_again(self) -> None:
