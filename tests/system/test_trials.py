@@ -1,4 +1,5 @@
-"""A trial on a fleet that others have used, one of which failed, is the run that its config describes, bit for bit."""
+"""A trial on a fleet that others have used, one of which failed, is the run of its config, bit for bit: it begins with
+what was taught once for all."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from titan_rl.playing.policies import run_until_signal
 from titan_rl.playing.tune import LR, SAMPLES, Candidate, Search, trial_config
 
 small = {"deterministic": True, "loop.groups_per_step": 4, "evaluation.prompts": 16, "logging.directory": sys.argv[1]}
-config = variant(load_recipe("copy4_async"), small)
+config = variant(load_recipe("copy4_async"), small | {"trainer.warmup.steps": 24, "trainer.warmup.batch": 8})
 first, second = Candidate({LR: 1e-2, SAMPLES: 4}), Candidate({LR: 1e-3, SAMPLES: 6})
 refused = Candidate({LR: 1e-3, "trainer.logprob_alarm.stop_mean": 1e-12})
 
@@ -30,8 +31,10 @@ async def work(directory, options):
 
     async with bring_up(trial_config(config, first, 3), **options) as meshes:
         search = Search(config, meshes, directory, Console())
-        for each in (first, refused, second):
-            await search.trial(each, 3)
+        await search.trial(first, 3)
+        await search.teach()
+        await search.trial(refused, 3)
+        await search.trial(second, 3)
     assert math.isfinite(first.scores[0]) and math.isfinite(second.scores[0]) and refused.scores == [-math.inf]
     return 0, "is done"
 
@@ -48,9 +51,9 @@ def run(*command: str | Path) -> str:
 
 def test_a_trial_after_others_is_the_run_of_its_config(tmp_path: Path) -> None:
     said = run("-c", PROGRAM, tmp_path / "fleet")
-    assert "trial-1 failed: step 0: " in said
+    assert "trial-2 failed: step 0: " in said
     (search,) = (tmp_path / "fleet").iterdir()
-    last = search / "trial-2"
+    last = search / "trial-3"
     run("-m", "titan_rl.train", "--config", last / "config.toml", "--logging.directory", tmp_path / "alone")
     (alone,) = (tmp_path / "alone").iterdir()
     assert len(numbers(alone)) >= 3

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from rich.table import Table
 from titan_rl.config import RunConfig
 from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Command, Verb, flat, to_toml, variant
 from titan_rl.playing.policies import number_of, run_until_signal
+from titan_rl.policy.config import PolicyConfig
 from titan_rl.train import for_task, may_start, problems
 from titan_rl.view.learning import LR, times
 from titan_rl.view.read import read_run
@@ -110,15 +111,26 @@ class Search:
             self._console.print(f"  {directory.name} failed: {failed}")
         return sum(seconds[1:]) / max(len(seconds) - 1, 1)
 
+    async def teach(self) -> None:
+        """Do the warm-up, with which every trial would begin, once for all of them."""
+        await self.trial(Candidate({}), 0)
+        taught = self._directory / "taught"
+        await self._meshes.system().trainer.save(taught)
+        policy = PolicyConfig(path=str(taught), architecture=self._config.policy.family)
+        self._config = replace(variant(self._config, {"trainer.warmup.steps": 0}), policy=policy)
+
     async def run(self, seconds: float) -> Candidate | None:
         """The best candidate, found within about so many seconds; None: all have failed."""
-        print_line, began = self._console.print, time.monotonic()
+        print_line, asked = self._console.print, time.monotonic()
         entered = tried = candidates(self._config)
+        if self._config.trainer.warmup.steps and not self._config.trainer.lora.r:
+            await self.teach()
+        began = time.monotonic()
         step = await self.trial(Candidate(tried[0].settings), FEWEST_STEPS)
         if not step:
             return None
         start = max(time.monotonic() - began - step * FEWEST_STEPS, 1.0)
-        steps = first_steps(len(tried), seconds - (time.monotonic() - began), start, step)
+        steps = first_steps(len(tried), seconds - (time.monotonic() - asked), start, step)
         plan = list(rounds(len(tried), min(steps, max(self._config.loop.steps // 4, FEWEST_STEPS))))
         planned = sum(count * (start + length * step) for count, length in plan)
         print_line(f"a step takes {step:.2f} s: {len(tried)} trials of {plan[0][1]} steps first")

@@ -29,6 +29,7 @@ from titan_rl.actors.router_client import RouterClient
 from titan_rl.config import RunConfig
 from titan_rl.errors import ActorGone, HostLost, MeshFailed, TitanError
 from titan_rl.loop.system import System
+from titan_rl.policy.models.tiny import model_directory
 from titan_rl.rpc.connection import bounded
 from titan_rl.rpc.mesh_client import until_still
 from titan_rl.supervision.fork_stages import fork_stages
@@ -101,6 +102,7 @@ class Supervisor:
     def start_over(self, config: RunConfig) -> None:
         """The next loop has these settings, and a trainer that is made with them. The other meshes stay as they are."""
         self.config = self.table.config = config
+        self.table.model_path = model_directory(config)
         self.meshes["trainer"].client.outdate()
 
     # Up and down.
