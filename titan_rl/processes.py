@@ -66,6 +66,23 @@ def die_with_owner(life: str) -> None:
     die_with_peer(pipe)
 
 
+def forked(work: Callable[[], object]) -> int:
+    """Fork a process that does this and ends, whatever it raises: a fork must never go on with the work of the process
+    that it was forked from. Returns its id. Raises OSError: there can be none."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
 def ending_in_words(code: int) -> str:
     """How a process ended; a signal is a negative code, as `subprocess` gives it."""
     if code >= 0:

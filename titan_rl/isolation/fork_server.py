@@ -25,7 +25,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from functools import partial
+from typing import Literal
 
 from titan_rl.environments.programs import prepare_clients
 from titan_rl.errors import AbsentError, ConfigError
@@ -33,22 +34,18 @@ from titan_rl.importing import describe
 from titan_rl.isolation.user_code import UserCode
 from titan_rl.isolation.wire import FORKED, SetupResult, pack_report
 from titan_rl.one_line import sendable
-from titan_rl.processes import die_with, ending_in_words, process_control
+from titan_rl.processes import die_with, ending_in_words, forked, process_control
 
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def _answer_calls(reaper_pid: int, user_code: UserCode, connection: socket.socket) -> NoReturn:
-    try:
-        os.setsid()
-        die_with(reaper_pid)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        user_code.serve(connection)
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
+def _answer_calls(reaper_pid: int, user_code: UserCode, control: socket.socket, connection: socket.socket) -> None:
+    control.close()
+    os.setsid()
+    die_with(reaper_pid)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    user_code.serve(connection)
 
 
 def _wait_for(child_pid: int, control: socket.socket) -> int:
@@ -100,10 +97,7 @@ def serve(worker: socket.socket, user_code: UserCode) -> None:
             for each in (connection, control):
                 os.set_inheritable(each.fileno(), False)
             try:
-                if (pid := os.fork()) == 0:
-                    worker.close()
-                    _be_reaper(control, connection, user_code)
-                reapers.add(pid)
+                reapers.add(forked(partial(_be_reaper, worker, control, connection, user_code)))
             except OSError as error:
                 with contextlib.suppress(OSError):  # the worker is gone
                     control.sendall(f"could not be forked ({error})".encode())
@@ -111,31 +105,22 @@ def serve(worker: socket.socket, user_code: UserCode) -> None:
         os.waitpid(pid, 0)
 
 
-def _be_reaper(control: socket.socket, connection: socket.socket, user_code: UserCode) -> NoReturn:
+def _be_reaper(worker: socket.socket, control: socket.socket, connection: socket.socket, user_code: UserCode) -> None:
     """Be the reaper of a process that answers calls, in a process just forked."""
-    try:
-        os.setsid()
-        process_control(_PR_SET_CHILD_SUBREAPER, 1)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's scheduler sends it to all processes
-        reaper_pid = os.getpid()
+    worker.close()
+    os.setsid()
+    process_control(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a job's scheduler sends it to all processes
+    with contextlib.suppress(BrokenPipeError):  # the worker died
         try:
-            child_pid = os.fork()
+            child_pid = forked(partial(_answer_calls, os.getpid(), user_code, control, connection))
         except OSError as error:
             ending = f"could not be forked ({error})"
         else:
-            if child_pid == 0:
-                control.close()
-                _answer_calls(reaper_pid, user_code, connection)
             connection.close()
             control.sendall(FORKED)
             ending = ending_in_words(_wait_for(child_pid, control))
         control.sendall(ending.encode())
-        os._exit(0)
-    except BrokenPipeError:  # the worker died
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> None:

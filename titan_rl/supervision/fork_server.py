@@ -35,15 +35,14 @@ import socket
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
-from titan_rl.processes import die_with, die_with_owner, die_with_peer, run_and_exit
+from titan_rl.processes import die_with, die_with_owner, die_with_peer, forked, run_and_exit
 
 MONARCH_MAIN = "monarch._src.actor.bootstrap_main"
 """What `monarch.actor.default_bootstrap_cmd()` runs; a test compares."""
@@ -143,12 +142,13 @@ class ForkServer:
     def _begin(self, stage: Stage) -> None:
         theirs = {kind: self._sockets.pop(kind) for kind in stage.all_kinds}
         me = os.getpid()
-        if (pid := os.fork()) == 0:
-            with _ending_in_exit():
-                die_with(me)
-                self._leave_behind()
-                ForkServer(self._directory, stage, theirs).serve()
-        self._stages[pid] = stage
+
+        def be_stage() -> None:
+            die_with(me)
+            self._leave_behind()
+            ForkServer(self._directory, stage, theirs).serve()
+
+        self._stages[forked(be_stage)] = stage
         for listener in theirs.values():
             listener.close()
 
@@ -161,10 +161,7 @@ class ForkServer:
                 _, descriptors, *_ = socket.recv_fds(proxy, 1, 4)
                 with proxy.makefile("rb") as words:
                     request = marshal.load(words)  # until it is whole, or the proxy is gone
-                if (pid := os.fork()) == 0:
-                    with _ending_in_exit():
-                        self._leave_behind()
-                        self._be_process(proxy, request, descriptors)
+                pid = forked(lambda: self._be_process(proxy, request, descriptors))
             except (OSError, ValueError, EOFError, TypeError) as error:  # the proxy was killed, perhaps
                 return _log.warning("a process was not forked: %s: %s", type(error).__name__, error)
             finally:
@@ -180,6 +177,7 @@ class ForkServer:
             each.close()
 
     def _be_process(self, proxy: socket.socket, request: dict[str, Any], descriptors: Sequence[int]) -> NoReturn:
+        self._leave_behind()
         os.setpgid(0, 0)
         *streams, directory = descriptors
         for number, stream in enumerate(streams):
@@ -278,18 +276,6 @@ def _forget() -> None:
 
 def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
-
-
-@contextlib.contextmanager
-def _ending_in_exit() -> Iterator[None]:
-    """A fork must never go on with the work of the process that it was forked from."""
-    try:
-        yield
-    except SystemExit as end:
-        print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    os._exit(1)
 
 
 def main(directory: str, stage: str) -> None:
