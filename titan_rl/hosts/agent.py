@@ -231,16 +231,11 @@ class HostAgent(ConnectedActor):
             if self._heard.wait(self._silent_seconds / LOOKS):
                 self._heard.clear()
                 heard = time.monotonic()
-            else:
-                gone = self._is_gone()
+                continue
+            try:
+                socket.create_connection(self._controller, timeout=1).close()
+            except OSError as error:  # no answer proves nothing; a refusal says that nobody listens any more
+                gone = isinstance(error, ConnectionRefusedError)
         _log.error("the controller %s: this host's processes end", "is gone" if gone else "is silent")
         remove_segments_of(os.getpid())
         os._exit(1)
-
-    def _is_gone(self) -> bool:
-        """Whether the controller's host says that nobody listens any more. No answer proves nothing."""
-        try:
-            socket.create_connection(self._controller, timeout=1).close()
-        except OSError as error:
-            return isinstance(error, ConnectionRefusedError)
-        return False

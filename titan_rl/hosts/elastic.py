@@ -233,6 +233,7 @@ class HostControl:
             raise ConfigError(f"{host} stays: no other host has room for {', '.join(without)}")
         table.spares -= len(spares)
         table.fleet = [name for name in table.fleet if name not in gone]
+        leaving = table.hosts[host]
         table.leaving.add(host)
         self.workers.pop(host, None)
         supervisor.place_again()
@@ -240,7 +241,7 @@ class HostControl:
         for mesh in on_it:
             if not mesh.is_idle:  # it starts elsewhere, unless it is not wanted any more
                 supervisor.report(MeshLeaves(f"{host} leaves", mesh.name))
-        await supervisor.until(lambda: not supervisor.provisioner.on(host))
+        await supervisor.until(lambda: not supervisor.provisioner.on(leaving))
         await supervisor.provisioner.detach(host)
         table.leaving.discard(host)
 

@@ -32,13 +32,12 @@ from titan_rl.processes import run_and_exit
 from titan_rl.supervision.process import prepare_controller, scratch_directory
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
+    from torch.distributed import Store
 
 WARNING = "whoever reaches this port can run any code here: trusted networks only"
 
-TRUSTED, WORKER = "titan_rl/{}/trusted", "titan_rl/{}/worker{}"
-OVER, LEFT = "titan_rl/{}/over", "titan_rl/{}/left{}"
-"""Keys in the store, which outlives an attempt of torchrun (`--max-restarts`)."""
+TRUSTED, WORKER, OVER, LEFT = "trusted", "worker{}", "over", "left{}"
+"""Keys in the store."""
 NODES = "TITAN_RL_NODES"
 """Variable with the names of the nodes in the order of their ranks, for messages; it may be missing."""
 MEET_SECONDS = 600.0
@@ -88,17 +87,16 @@ def hosts_of(environ: Mapping[str, str]) -> int:
 def workers(environ: Mapping[str, str], ranks: int, *, trusted: bool) -> tuple[str, ...]:
     """On rank 0: ADDRESS:PORT of every other rank, which end when this process does. `trusted` is
     `placement.trusted_network`, for all ranks. Raises ConfigError if some did not come, or may not listen."""
-    store, attempt = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    keys = [WORKER.format(attempt, rank) for rank in range(1, ranks)]
+    store, keys = _store(environ), [WORKER.format(rank) for rank in range(1, ranks)]
 
     def end() -> None:
-        store.set(OVER.format(attempt), "1")
+        store.set(OVER, "1")
         if not _has_agent(environ):  # the store ends with this process
             with suppress(RuntimeError):
-                store.wait([LEFT.format(attempt, rank) for rank in range(1, ranks)], timedelta(seconds=LEAVE_SECONDS))
+                store.wait([LEFT.format(rank) for rank in range(1, ranks)], timedelta(seconds=LEAVE_SECONDS))
 
     atexit.register(end)
-    store.set(TRUSTED.format(attempt), str(int(trusted)))
+    store.set(TRUSTED, str(int(trusted)))
     transport(() if trusted or is_loopback(environ["MASTER_ADDR"]) else (environ["MASTER_ADDR"],))
     try:
         store.wait(keys, timedelta(seconds=MEET_SECONDS))
@@ -114,23 +112,23 @@ def workers(environ: Mapping[str, str], ranks: int, *, trusted: bool) -> tuple[s
 
 def serve_rank(environ: Mapping[str, str]) -> NoReturn:
     """On any other rank: be a worker until rank 0 is over. Raises ConfigError."""
-    store, attempt, rank = _store(environ), environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ["RANK"]
+    store, rank = _store(environ), environ["RANK"]
     address = address_towards(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
     port = free_port(address)
 
     def wait() -> None:
         for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # rank 0 saves the weights, for which it needs this
             signal.signal(stop, signal.SIG_IGN)  # the agent inherits it
-        store.set(WORKER.format(attempt, rank), f"{address}:{port}")
+        store.set(WORKER.format(rank), f"{address}:{port}")
         try:
-            store.wait([OVER.format(attempt)], FOR_EVER)
+            store.wait([OVER], FOR_EVER)
         except RuntimeError:
             sys.exit(f"rank {rank} ends: rank 0 is gone without a word, and the store of the ranks with it")
         with suppress(RuntimeError):
-            store.set(LEFT.format(attempt, rank), "1")
+            store.set(LEFT.format(rank), "1")
 
     try:
-        trusted = store.get(TRUSTED.format(attempt)) == b"1"
+        trusted = store.get(TRUSTED) == b"1"
     except RuntimeError as error:
         raise ConfigError(f"rank 0 did not start a run within {MEET_SECONDS:g} s") from error
     serve_host(address, port, trusted=trusted, until=wait)
@@ -141,8 +139,9 @@ def _has_agent(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _store(environ: Mapping[str, str]) -> TCPStore:
-    """Where the ranks meet. Rank 0's own listens on MASTER_ADDR, and on no other address."""
+def _store(environ: Mapping[str, str]) -> Store:
+    """Where the ranks meet, with keys of this attempt of torchrun alone (`--max-restarts`): its store outlives them.
+    Rank 0's own listens on MASTER_ADDR, and on no other address."""
     address, port, seconds = environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), timedelta(seconds=MEET_SECONDS)
     try:
         socket.getaddrinfo(address, port)
@@ -151,18 +150,17 @@ def _store(environ: Mapping[str, str]) -> TCPStore:
             f"the ranks meet at the host {address}, and this host does not know that name ({error.strerror}): add "
             "`--local-addr ADDRESS` to every torchrun, with the IP address of its host, or the name to /etc/hosts"
         ) from error
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore, TCPStore
 
-    if environ["RANK"] == "0" and not _has_agent(environ):
-        with listen(address, port) as server:
-            listening = server.detach()
-        return TCPStore(
-            address, port, is_master=True, timeout=seconds, wait_for_workers=False, master_listen_fd=listening
-        )
+    is_master = environ["RANK"] == "0" and not _has_agent(environ)
+    listening = listen(address, port).detach() if is_master else None
     try:
-        return TCPStore(address, port, is_master=False, timeout=seconds)
+        store = TCPStore(
+            address, port, is_master=is_master, timeout=seconds, wait_for_workers=False, master_listen_fd=listening
+        )
     except RuntimeError as error:
         raise ConfigError(f"the rendezvous of the ranks at {address}:{port} does not answer: {error}") from error
+    return PrefixStore(f"titan_rl/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _act(command: Command, prog: str) -> int:

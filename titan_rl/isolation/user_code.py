@@ -34,7 +34,6 @@ from titan_rl.isolation.wire import (
     LONGEST_SHOWN,
     CallKind,
     CallResult,
-    DemonstrationMessages,
     EnvironmentSetup,
     ExamplePrompt,
     Failure,
@@ -170,11 +169,10 @@ class UserCode:
             return _pickled(asyncio.run(awaited(state)) if inspect.isawaitable(state) else state, "play")
         if call.kind is CallKind.SCORE_GROUP:
             group = [self._transcript(each, example) for each in call.group]
-            scores = await self._rubric.score_group_async(example, group)
-            return tuple(map(tuple, scores))
+            return await self._rubric.score_group_async(example, group)
         transcript = self._transcript(call.conversation, example)
         if call.kind is CallKind.SCORE:
-            return tuple(await self._rubric.score_async(example, transcript))
+            return await self._rubric.score_async(example, transcript)
         if call.kind is CallKind.CLEAN_UP:
             await awaited(self._environment.clean_up(example, transcript))
             return None
@@ -222,13 +220,14 @@ def _bound_memory(nbytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
 
 
-def _demonstration(shown: Demonstration) -> DemonstrationMessages:
+def _demonstration(shown: Demonstration) -> Demonstration:
     if not isinstance(shown, Demonstration):
         raise TaskError(f"demonstration returned {type(shown).__name__}, expected Demonstration")
     prompt, messages, rejected = plain(shown.prompt), plain(shown.messages), plain(shown.rejected)
     if not prompt or not messages or any(turns[0].role != "assistant" for turns in (messages, rejected) if turns):
         raise TaskError('a demonstration is a prompt and then, first of all, a message of role "assistant"')
-    return DemonstrationMessages(prompt, messages, rejected, has_answer=shown.answer is not None)
+    answer = None if shown.answer is None else True
+    return Demonstration(prompt=prompt, messages=messages, rejected=rejected, answer=answer)
 
 
 def _reply(reply: EnvironmentReply) -> EnvironmentReply:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from titan_rl.environments.base import EnvironmentReply
+from titan_rl.environments.base import Demonstration, EnvironmentReply
 from titan_rl.environments.rubric import LARGEST_REWARD, Transcript
 from titan_rl.rollout.config import EnvironmentConfig
 from titan_rl.types import Endpoint, Message, Purpose, ToolSpec
@@ -131,7 +131,7 @@ class CallKind(StrEnum):
     CHECK = "check"
     """→ TaskCheck, with the first `prompt_index` training prompts."""
     DEMONSTRATE = "demonstrate"
-    """→ `DemonstrationMessages`. `prompt_index` is the demonstration's number."""
+    """→ `Demonstration`, of its answer only whether it has one. `prompt_index` is the demonstration's number."""
     CLEAN_UP = "clean-up"
     """→ None."""
     PLAY = "play"
@@ -170,16 +170,6 @@ class ExamplePrompt(NamedTuple):
 
 
 Number = Annotated[float, msgspec.Meta(ge=-LARGEST_REWARD, le=LARGEST_REWARD)]
-
-
-class DemonstrationMessages(NamedTuple):
-    prompt: tuple[Message, ...]
-    messages: tuple[Message, ...]
-    """What follows."""
-    rejected: tuple[Message, ...]
-    """What should not follow; possibly nothing."""
-    has_answer: bool
-    """Whether it can be graded as an example."""
 
 
 class TaskCheck(NamedTuple):
@@ -246,7 +236,7 @@ VALUES = {
     CallKind.SCORE: reader(_Score),
     CallKind.SCORE_GROUP: reader(tuple[_Score, ...]),
     CallKind.CHECK: reader(TaskCheck),
-    CallKind.DEMONSTRATE: reader(DemonstrationMessages),
+    CallKind.DEMONSTRATE: reader(Demonstration),
     CallKind.CLEAN_UP: reader(None),
     CallKind.PLAY: reader(bytes | None),
 }

@@ -28,10 +28,10 @@ from rich.rule import Rule
 from rich.text import Text
 
 from titan_rl.environments import SHORT_NAMES
-from titan_rl.environments.base import Environment, task_settings
+from titan_rl.environments.base import Demonstration, Environment, task_settings
 from titan_rl.errors import ActorGone, ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
 from titan_rl.importing import import_name
-from titan_rl.isolation.wire import CallKind, DemonstrationMessages, UserCall
+from titan_rl.isolation.wire import CallKind, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.one_line import counted
 from titan_rl.overrides import EXIT_FAILED, Command, Verb, option_overrides, print_error
@@ -151,10 +151,10 @@ class Trial:
         self._begin(player, "its own demonstrations")
         for number in range(self.prompts):
             call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
-            shown: DemonstrationMessages = await player.runner.pool.call(call)
+            shown: Demonstration = await player.runner.pool.call(call)
             turns[:] = [message for message in shown.messages if message.role == "assistant"]
             self._title(number, "demonstration")
-            if shown.has_answer:
+            if shown.answer is not None:
                 self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
             else:
                 self.console.print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))

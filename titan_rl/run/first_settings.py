@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 from titan_rl.chat.renderer import CALL, CALL_END, RESULT, RESULT_END, UNKNOWN
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
-from titan_rl.environments.base import TOOL_ERROR, Environment
+from titan_rl.environments.base import TOOL_ERROR, Demonstration, Environment
 from titan_rl.errors import TaskError
 from titan_rl.importing import import_name
-from titan_rl.isolation.wire import CallKind, DemonstrationMessages, TaskCheck, TaskInfo, UserCall
+from titan_rl.isolation.wire import CallKind, TaskCheck, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.run.players import Player, message_player
 from titan_rl.seeding import derive_seed
@@ -171,7 +171,7 @@ async def _demonstrations(player: Player, speaker: _Speaker, found: Survey) -> N
     found.demonstrations = True
     for number in range(SHOWN):
         call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
-        shown: DemonstrationMessages = await player.runner.pool.call(call)
+        shown: Demonstration = await player.runner.pool.call(call)
         speaker.turns = [message for message in shown.messages if message.role == "assistant"]
         found.turns = max(found.turns, len(speaker.turns))
         for message in (*shown.prompt, *shown.messages):
@@ -181,7 +181,7 @@ async def _demonstrations(player: Player, speaker: _Speaker, found: Survey) -> N
             found.texts.update(*arguments)
             found.longest_call = max(found.longest_call, *map(len, arguments), 0)
             found.answer = max(found.answer, len(turn.content))
-        if shown.has_answer:
+        if shown.answer is not None:
             _read(found, await player.play(replace(_asked(player, number, 1), purpose=Purpose.DEMONSTRATE)))
 
 

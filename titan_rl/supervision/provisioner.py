@@ -201,7 +201,7 @@ class Provisioner:
                 return  # it was not taken yet: `attach` raises
             del self.hosts[host.name]
             on_lost(host)
-            for mesh in self._on(host):
+            for mesh in self.on(host):
                 mesh.over.set()
                 self._on_fault(MeshFailed(host.lost, mesh.name))
 
@@ -235,11 +235,8 @@ class Provisioner:
         self.hosts |= {host.name: host for host in new}
         return new
 
-    def on(self, host: str) -> list[str]:
+    def on(self, host: Host) -> list[SpawnedProcesses]:
         """The meshes that have processes on a host, those that are being stopped among them."""
-        return [mesh.name for mesh in self._on(self.hosts[host])] if host in self.hosts else []
-
-    def _on(self, host: Host) -> list[SpawnedProcesses]:
         return [mesh for mesh in (*self._meshes.values(), *self._stopping) if host in mesh.hosts]
 
     async def detach(self, name: str) -> None:
@@ -355,5 +352,5 @@ def _hear(failure: MeshFailure) -> None:
         _log.exception("a fault could not be reported")
 
 
-def _first_lines(report: str, count: int = 3) -> str:
-    return " ".join(line.strip() for line in report.strip().splitlines()[:count])
+def _first_lines(report: str) -> str:
+    return " ".join(line.strip() for line in report.strip().splitlines()[:3])
