@@ -68,7 +68,6 @@ class _Weighted:
     weight: float = 1.0
     """0: a metric only."""
     name: str = ""
-    """Defaults to the function's own name."""
 
     @property
     def label(self) -> str:

@@ -78,11 +78,9 @@ class News(NamedTuple):
     process: str = ""
     """Name of the process that ended, or a sentence about the watch that is broken."""
     code: int | None = None
-    """Its exit code, if it is known."""
 
 
 def versions() -> dict[str, str]:
-    """Of this process's Python and packages."""
     return {"python": platform.python_version(), **{package: installed(package) for package in PACKAGES}}
 
 
@@ -221,7 +219,6 @@ class HostAgent(ConnectedActor):
 
     @endpoint
     async def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """Do on this host what a function does."""
         return await asyncio.to_thread(work, *args)
 
     def _guard(self) -> None:

@@ -46,8 +46,6 @@ _log = logging.getLogger(__name__)
 
 
 class HostControl:
-    """Of one run or service."""
-
     def __init__(self, supervisor: Supervisor, check: Callable[[AttachedHost], Awaitable[None]]) -> None:
         """`check` raises ConfigError if another host lacks what its part of the run needs."""
         self._supervisor, self._table, self._check = supervisor, supervisor.table, check
@@ -76,7 +74,6 @@ class HostControl:
         return hosts
 
     def lost(self, host: Host) -> None:
-        """The host answers no more."""
         self._supervisor.say(host.lost)
         if host.name in self.workers and host.name not in self._awaited:
             self._awaited.add(host.name)
@@ -124,7 +121,6 @@ class HostControl:
         raise ConfigError(f"there is no command {verb!r}")
 
     async def _show(self) -> list[str]:
-        """Every host and every mesh."""
         supervisor, table = self._supervisor, self._table
         statuses = {each.name: each for each in await supervisor.router.fleet_status()}
 

@@ -150,7 +150,6 @@ class ForkServerClient:
 
     @property
     def pid(self) -> int | None:
-        """None before it was spawned."""
         return self._process.pid if self._process else None
 
     @property
@@ -293,7 +292,6 @@ class ForkServerClient:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _ending(self) -> str:
-        """How it ended, in words."""
         status = self._process.returncode if self._process else None
         return "closed its connection" if status is None else ending_in_words(status)
 

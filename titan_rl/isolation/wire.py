@@ -152,7 +152,6 @@ class TaskInfo(NamedTuple):
     multi_turn: bool
     """Whether the environment defines `respond`, which answers the policy."""
     tools: tuple[ToolSpec, ...] = ()
-    """Tools that the policy may call."""
     scores_groups: bool = False
     """Whether the rubric has group rewards, so that `SCORE_GROUP` must be called."""
     plays: bool = False
@@ -195,7 +194,6 @@ class UserCall(NamedTuple):
     group: tuple[Transcript, ...] = ()
     """All finished conversations of the prompt, for `SCORE_GROUP`."""
     endpoint: Endpoint | None = None
-    """Where a program that plays finds the policy."""
 
     def __str__(self) -> str:
         if self.kind is CallKind.CHECK:
@@ -222,7 +220,6 @@ class CallResult(NamedTuple):
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     """To be read by `VALUES`; unread until then: None."""
     failure: Failure | None = None
-    """Not None when user code failed."""
     last: bool = False
     """Its memory was used up, and the process ends after it. What else it was sent can be asked of another one."""
 

@@ -30,7 +30,6 @@ from titan_rl.metrics.json_lines import JsonLines, json_lines
 from titan_rl.types import EXACT_MATCH, FailureKind, Purpose, StopReason
 
 ROLLOUTS = "rollouts.jsonl"
-"""Of a run directory."""
 GROUP = "group"
 """Why a rollout is recorded (`kept`): it belongs to a group that is recorded whole."""
 
@@ -126,7 +125,6 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failed(self) -> Failed | None:
-        """None: nothing did."""
         return (self.failure, _PROMPT.sub("", self.error.partition("\n")[0])) if self.failure else None
 
     @property

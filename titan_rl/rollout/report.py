@@ -108,8 +108,6 @@ class GroupResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """A finished group."""
-
     group_id: int
     purpose: Purpose
     attempt: int
@@ -118,7 +116,7 @@ class GroupReport:
     samples: SampleBatch
     """References; empty for evaluation groups, and when no rollout could be trained."""
     restarts: int = 0
-    """Processes of user code that died in the worker since its last report."""
+    """As `GroupResult` has it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_message, (to_message(self, _BLANK),)
@@ -131,7 +129,6 @@ class GroupReport:
 
     @property
     def failures(self) -> list[Failed]:
-        """Of the rollouts that failed."""
         return [failed for each in self.rollouts if (failed := each.failed)]
 
     @property
@@ -179,7 +176,6 @@ def report_of(request: GroupRequest, result: GroupResult, refs: Sequence[SampleR
 
 
 def ended(group: GroupRequest, sample: int, **how: Any) -> RolloutRecord:
-    """The record of a rollout of a group: how it ended."""
     of_group: dict[str, Any] = {"purpose": group.purpose, "group": group.group_id, "attempt": group.attempt}
     return RolloutRecord(**of_group, sample=sample, **how)
 
@@ -273,7 +269,6 @@ def shortest(values: np.ndarray) -> list[float | None]:
 
 
 def plain_message(message: Message) -> PlainMessage:
-    """As a record has it."""
     plain: PlainMessage = {"role": message.role, "content": message.content}
     plain |= {name: value for name in ("reasoning", "name") if (value := getattr(message, name))}
     if message.tool_calls:

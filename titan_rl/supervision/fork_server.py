@@ -118,7 +118,13 @@ class ForkServer:
         self._environment = dict(os.environ)
         gc.disable()  # it would look at what is imported again and again, and find nothing
         for each in self._stage.imports:
-            _import(each, self._stage.device)
+            module, _, function = each.partition(":")
+            try:
+                imported = importlib.import_module(module)
+                if function:
+                    getattr(imported, function)(self._stage.device)
+            except Exception:  # the process that needs it says so, to those who wait for it
+                _log.exception("%s cannot be imported", each)
         self._set = {name: value for name, value in os.environ.items() if self._environment.get(name) != value}
         if reason := why_not_fork():
             self._anew = True
@@ -253,16 +259,6 @@ def set_title(title: str) -> None:
     from setproctitle import setproctitle
 
     setproctitle(title)
-
-
-def _import(what: str, device: str) -> None:
-    module, _, function = what.partition(":")
-    try:
-        imported = importlib.import_module(module)
-        if function:
-            getattr(imported, function)(device)
-    except Exception:  # the process that needs it says so, to those who wait for it
-        _log.exception("%s cannot be imported", what)
 
 
 def _forget() -> None:

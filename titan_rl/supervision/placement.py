@@ -360,14 +360,12 @@ def describe(placement: Placement, *hosts: HostFacts) -> list[str]:
     if not several:
         lines = [" ".join(lines)]
     lines.append("")
-    rows = [(*(("host",) if several else ()), "mesh", "rank", "device", "threads", "position")]
+    rows = [["host", "mesh", "rank", "device", "threads", "position"]]
     for mesh in placement.meshes.values():
-        for rank, (host_name, env, device, position) in enumerate(
-            zip(mesh.hosts, mesh.env, mesh.devices, mesh.positions, strict=True)
-        ):
+        for rank, (there, env, device) in enumerate(zip(mesh.hosts, mesh.env, mesh.devices, strict=True)):
             where = "cpu" if device is None else f"cuda:{device}"
-            cells = mesh.name, str(rank), where, env["OMP_NUM_THREADS"], position
-            rows.append((host_name, *cells) if several else cells)
+            rows.append([there, mesh.name, str(rank), where, env["OMP_NUM_THREADS"], mesh.positions[rank]])
+    rows = rows if several else [row[1:] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return lines
