@@ -75,7 +75,7 @@ def test_a_worker_ends_when_rank_0_says_so_and_fails_when_it_is_gone(rank_0, say
 
 
 def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "0"}
@@ -83,7 +83,7 @@ def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(worker, "MEET_SECONDS", 0.5)
     with pytest.raises(ConfigError, match="rank 1 of 2 did not come"):
         worker.workers(environ, 2, trusted=True)
-    assert store.get(worker.TRUSTED.format(0)) == b"1"
+    assert PrefixStore("titan_rl/0", store).get(worker.TRUSTED) == b"1"
     with socket.create_server(("127.0.0.1", 0)) as server:
         environ["MASTER_PORT"] = str(server.getsockname()[1])
     with pytest.raises(ConfigError, match="rendezvous of the ranks at 127.0.0.1:"):
@@ -91,7 +91,7 @@ def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPat
 
 
 def test_all_ranks_of_torchrun_go_by_what_rank_0_says_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import TCPStore
+    from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "1", "RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}

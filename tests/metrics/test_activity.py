@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan_rl.metrics.activity import Activities, PhaseSeconds
+from titan_rl.metrics.activity import Activities
 
 
 class Clock:
@@ -18,17 +18,15 @@ def watched() -> tuple[Activities, Clock]:
 
 
 def test_a_phase_lasts_while_at_least_one_of_its_spans_is_open():
-    clock = Clock()
-    phases = PhaseSeconds(clock)
-    activity = Activities(phases, clock=clock)
+    activity, clock = watched()
     with activity("rollout", group=1):
         clock.now = 2.0
         with activity("rollout", group=2), activity("train", step=1), activity("trainer", waits_for=str):
             clock.now = 3.0
-        assert phases.take() == {"rollout": 3.0, "train": 1.0}
+        assert activity.take_seconds() == {"rollout": 3.0, "train": 1.0}
         clock.now = 5.0
-    assert phases.take() == {"rollout": 2.0}
-    assert phases.take() == {}
+    assert activity.take_seconds() == {"rollout": 2.0}
+    assert activity.take_seconds() == {}
 
 
 def test_a_span_that_fails_has_ended():

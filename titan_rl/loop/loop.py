@@ -37,7 +37,6 @@ from titan_rl.loop.system import System
 from titan_rl.loop.versions import EVALUATED, SERVED, Publications, ServedVersions
 from titan_rl.metrics.activity import Activities
 from titan_rl.metrics.rollout_record import Failed
-from titan_rl.metrics.timeline import timeline
 from titan_rl.metrics.writer import MetricsWriter
 from titan_rl.rollout.report import GroupReport
 from titan_rl.scheduling.group import Batch, Group, GroupSize, Outcome
@@ -77,12 +76,18 @@ class TrainingLoop:
         self._newest: deque[Failed | None] = deque(maxlen=NEWEST)  # rollouts of decided groups
         self._filter = make_filter(config.loop.filter)
         self._recorder = recorder or Recorder(system.rollouts)
+        self._activity = activity = Activities(clock=clock)
         self.records = StepRecords(
-            ledger.summary, self._buffer.limits, self._recorder, display=display, metrics=metrics, clock=clock
+            ledger.summary,
+            self._buffer.limits,
+            self._recorder,
+            display=display,
+            metrics=metrics,
+            activity=activity,
+            clock=clock,
         )
-        self._activity = Activities(self.records.phases, timeline, clock=clock)
-        display.follow(self._activity.open)
-        changes = self._changes = Changes(display, self._activity)
+        display.follow(activity.open)
+        changes = self._changes = Changes(display, activity)
         self._publications = Publications(system.trainer, changes, max_live=config.weights_settings().max_live)
         self._versions = ServedVersions(self._buffer, self._publications, system.router, changes)
         self._lost = LostGroups(ledger, system.rollouts, changes)

@@ -13,7 +13,7 @@ from titan_rl.errors import TitanError
 from titan_rl.loop.recording import Recorder
 from titan_rl.loop.stages import Evaluation
 from titan_rl.loop.system import System
-from titan_rl.metrics.activity import PhaseSeconds
+from titan_rl.metrics.activity import Activities
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.metrics.timeline import Pulse, memory, timeline
 from titan_rl.metrics.writer import MetricsWriter
@@ -58,6 +58,7 @@ class StepRecords:
         *,
         display: RunDisplay,
         metrics: MetricsWriter,
+        activity: Activities,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
@@ -65,7 +66,7 @@ class StepRecords:
         self._metrics = metrics
         self._recorder = recorder
         self._clock = clock
-        self.phases = PhaseSeconds(clock)
+        self._activity = activity
         self._pulses: Pulses = {}
         self._last_step = clock()
         self._pull_failures: dict[str, str] = {}  # by generator: why it does not serve
@@ -115,7 +116,7 @@ class StepRecords:
         step = batch.version.step + 1
         now = self._clock()
         seconds, self._last_step = now - self._last_step, now
-        phases = self.phases.take()
+        phases = self._activity.take_seconds()
         failed, self.summary.failed = self.summary.failed, []
         rollouts = [rollout for report in [*reports, *failed] for rollout in report.rollouts]
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]

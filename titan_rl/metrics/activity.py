@@ -16,50 +16,59 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
-from titan_rl.metrics.timeline import Span, timeline
-
-
-class Sink(Protocol):
-    """Told that a span begins or ends, in the thread that does so. Must not raise."""
-
-    def on_span(self, span: Span, begins: bool) -> None: ...
+from titan_rl.metrics.timeline import Span, Timeline, timeline
 
 
 class Activities:
-    """Opens spans and tells every sink of their beginning and end. `clock`: seconds, never going back."""
+    """Opens spans: tells the timeline of them, watches them, and counts the seconds of each phase. `clock`: seconds,
+    never going back."""
 
-    def __init__(self, *sinks: Sink, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sinks = sinks
+    def __init__(self, timeline: Timeline = timeline, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeline = timeline
         self._clock = clock
-        self._moved = clock()  # when work last began or ended
+        self._moved = self._counted = clock()  # when work last began or ended; up to when phases are counted
         self.open: dict[Span, None] = {}
         """Spans in the order in which they began."""
+        self._phases: Counter[str] = Counter()  # open spans that are work, by name
+        self._seconds: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str, *, waits_for: Callable[[], str] | None = None, **ids: object) -> Iterator[None]:
         span = Span(name, ids, self._clock(), waits_for)
         self.open[span] = None
-        self._tell(span, True)
+        self._turn(span, True)
         try:
             yield
         finally:
             del self.open[span]
-            self._tell(span, False)
+            self._turn(span, False)
 
-    def _tell(self, span: Span, begins: bool) -> None:
+    def _turn(self, span: Span, begins: bool) -> None:
         if span.waits_for is None:
-            self._moved = self._clock()
-        for sink in self._sinks:
-            sink.on_span(span, begins)
+            self._count()
+            self._moved = self._counted
+            self._phases[span.name] += 1 if begins else -1
+        self._timeline.on_span(span, begins)
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds by phase in which at least one of its spans was open, since the last call."""
+        self._count()
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def _count(self) -> None:
+        now = self._clock()
+        for phase, spans in self._phases.items():
+            if spans:
+                self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._counted
+        self._counted = now
 
     def stuck(self, seconds: float) -> str:
         """What the run is stuck in, if no work has begun or ended for `seconds`; else empty. Names the oldest open
         work: that is what the others wait for. If there is none, every task waits for another one."""
         now = self._clock()
-        still = now - self._moved
-        if still < seconds:
+        if (still := now - self._moved) < seconds:
             return ""
         longest = next((span for span in self.open if span.waits_for is None), None)
         if longest is None:
@@ -81,33 +90,5 @@ class Activities:
                 on_stuck(found)
 
 
-activity = Activities(timeline)
+activity = Activities()
 """Opens spans that only the timeline shows."""
-
-
-class PhaseSeconds:
-    """A sink: seconds by phase in which at least one span of that name was open."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._open: Counter[str] = Counter()
-        self._since: dict[str, float] = {}  # up to then the phase is counted
-        self._seconds: dict[str, float] = {}
-
-    def on_span(self, span: Span, begins: bool) -> None:
-        if span.waits_for is None:
-            self._count(span.name)
-            self._open[span.name] += 1 if begins else -1
-
-    def take(self) -> dict[str, float]:
-        """Seconds since the last call; a phase that is under way counts up to now."""
-        for phase in self._open:
-            self._count(phase)
-        seconds, self._seconds = self._seconds, {}
-        return seconds
-
-    def _count(self, phase: str) -> None:
-        now = self._clock()
-        if self._open[phase]:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._since[phase]
-        self._since[phase] = now

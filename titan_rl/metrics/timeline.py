@@ -163,7 +163,7 @@ class MainLane:
 
 
 class Timeline:
-    """Records one process: its main lane, and as a sink of `Activities` every other span. Before `begin`, nothing."""
+    """Records one process: its main lane, and every other span that `Activities` opens. Before `begin`, nothing."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
