@@ -91,7 +91,7 @@ def test_a_torchrun_whose_other_host_does_not_come(monkeypatch: pytest.MonkeyPat
 
 
 def test_all_ranks_of_torchrun_go_by_what_rank_0_says_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environ = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "1", "RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}

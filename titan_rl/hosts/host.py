@@ -68,13 +68,12 @@ def _leave_at_exit() -> None:
     """Call when Monarch is up, so that this runs before Monarch's own `atexit` function: that one prints a traceback if
     the runtime does not end in time, as on a busy host, though nothing depends on it any more."""
 
+    @atexit.register
     def leave() -> None:
         try:
             shutdown_context(host_timeout=LEAVE_SECONDS / 3).get(timeout=LEAVE_SECONDS)
         except Exception as error:
             _log.info("Monarch did not end in time: %s: %s", type(error).__name__, error)
-
-    atexit.register(leave)
 
 
 class Host:

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -72,57 +72,43 @@ def package_problems(package: str) -> Iterator[ConfigError]:
         yield ConfigWarning(f"{package} {found} is installed, and titan_rl was tested with {wanted}: {remedy}")
 
 
-def examine(host: HostFacts) -> list[tuple[str, str | ConfigError]]:
+def examine(host: HostFacts) -> Iterator[tuple[str, str | ConfigError]]:
     """What was looked at, with what it is like, or what is wrong with it and what to do."""
-    sections: dict[str, Iterable[str | ConfigError]] = {
-        "titan_rl": [f"{__version__} on Python {platform.python_version()}, {platform.platform()}"],
-        "packages": _packages(),
-        "processor": _processor(host),
-        "devices": _devices(host),
-        "policy code": _policy_code(),
-    }
-    return [(about, found) for about, section in sections.items() for found in section]
-
-
-def _packages() -> Iterator[str | ConfigError]:
-    yield ", ".join(f"{name} {installed(name) or '–'}" for name in CORE)
+    yield "titan_rl", f"{__version__} on Python {platform.python_version()}, {platform.platform()}"
+    yield "packages", ", ".join(f"{name} {installed(name) or '–'}" for name in CORE)
     if not pins():
-        yield ConfigWarning(
-            "titan_rl itself is not installed, so that no versions can be compared: pip install -e . in its clone"
-        )
+        how = "titan_rl itself is not installed, so that no versions can be compared: pip install -e . in its clone"
+        yield "packages", ConfigWarning(how)
     for name in dict.fromkeys((*CORE, *pins())):
-        yield from package_problems(name)
+        yield from (("packages", problem) for problem in package_problems(name))
 
-
-def _processor(host: HostFacts) -> Iterator[str | ConfigError]:
-    yield f"{host.cpus} cores, {host.memory / _GIB:.1f} GiB of memory available"
+    yield "processor", f"{host.cpus} cores, {host.memory / _GIB:.1f} GiB of memory available"
     flags = re.search(r"^flags.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     if flags is not None and "avx2" not in flags[0].split() and not host.cuda_devices:
-        yield AbsentError("vLLM's CPU build needs AVX2, and this processor has none: use another host")
+        yield "processor", AbsentError("vLLM's CPU build needs AVX2, and this processor has none: use another host")
 
-
-def _devices(host: HostFacts) -> Iterator[str | ConfigError]:
     count = len(host.cuda_devices)
-    yield counted(count, "CUDA device") if count else "no CUDA device; runs compute on the CPU"
+    yield "devices", counted(count, "CUDA device") if count else "no CUDA device; runs compute on the CPU"
     if not count and any(Path("/dev").glob("nvidia[0-9]*")):
-        yield ConfigWarning(
-            "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
-            f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says"
+        yield (
+            "devices",
+            ConfigWarning(
+                "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
+                f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says"
+            ),
         )
     for sentence in (*cuda.lacking(host), *cuda.slowing()) if count else ():
-        yield ConfigWarning(sentence)
+        yield "devices", ConfigWarning(sentence)
 
-
-def _policy_code() -> Iterator[str | ConfigError]:
     try:
         run_policy_code("")
-        yield "programs of the policy can be isolated here (run_policy_code)"
+        yield "policy code", "programs of the policy can be isolated here (run_policy_code)"
     except AbsentError as error:
-        yield ConfigWarning(str(error))
+        yield "policy code", ConfigWarning(str(error))
 
 
 def _act(command: Command, prog: str) -> int:
-    findings = examine(detect_host())
+    findings = [*examine(detect_host())]
     console = Console(highlight=False, markup=False, emoji=False)
     width = max(len(about) for about, _ in findings) + 2
     for about, found in findings:

@@ -98,7 +98,6 @@ class RunDisplay:
         self._groups = self._groups_failed = 0  # since failures were last printed
         self._failures: Counter[Failed] = Counter()  # since then
         self._last_line = float("-inf")
-        self._first: tuple[int, float] | None = None  # step of this start, and when it was over
         self._panel = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
 
     def __enter__(self) -> RunDisplay:
@@ -158,7 +157,6 @@ class RunDisplay:
         now = self._clock()
         self._progress.update(self._training_steps, completed=step)
         self._phases = dict(phases)
-        first, since = self._first = self._first or (step, now)
         self._numbers |= numbers
         self._busy |= busy or {}
         if reward is not None:
@@ -170,8 +168,9 @@ class RunDisplay:
             self._last_line = now
             values = "  ".join(f"{name} {value}" for name, value in numbers.items())
             timing = " ".join(f"{name} {1000 * value:.0f}" for name, value in phases.items())
-            left = timedelta(seconds=round((now - since) / max(step - first, 1) * (self._steps - step)))
-            line = f"step {step:>4}/{self._steps}  {values}  [ms: {timing}]{f'  {left} left' if left else ''}"
+            left = self._progress.tasks[0].time_remaining
+            until = f"  {timedelta(seconds=left)} left" if left else ""
+            line = f"step {step:>4}/{self._steps}  {values}  [ms: {timing}]{until}"
             self.print_line("  ".join(filter(None, (line, failures))), logging.WARNING if failures else logging.INFO)
 
     def evaluation(self, step: int, exact_match: float, reward: float, transcripts: Sequence[str] = ()) -> None:
