@@ -15,8 +15,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import fields
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from titan_rl.chat import make_renderer
 from titan_rl.chat.renderer import Renderer
@@ -51,7 +51,6 @@ class GroupRunner:
     def __init__(self, config: RunConfig, *, model_path: str):
         self._rollout = config.rollout
         self._model_path = model_path
-        self._run_seed = config.seed
         self._pairs = config.trainer.warmup.dpo_beta > 0
         self._max_model_len = config.generator.max_model_len if model_path else 0  # else nobody has to keep it
         self.setup = EnvironmentSetup(
@@ -90,7 +89,7 @@ class GroupRunner:
         self.renderer = renderer
         self._rollouter = rollouter(
             renderer=self.renderer,
-            run_seed=self._run_seed,
+            run_seed=self.setup.run_seed,
             max_turns=self._rollout.max_turns,
             max_sampled_tokens=self._rollout.max_sampled_tokens,
             max_model_len=self._max_model_len,
@@ -173,25 +172,27 @@ class GroupRunner:
         self, request: GroupRequest, rollouts: list[RolloutRecord], opened: Sequence[OpenRollout]
     ) -> list[RolloutRecord]:
         """Add the group rewards to the graded rollouts."""
-        graded = {
-            rollout.sample: each.scored
+        graded = [
+            (rollout, each.scored)
             for rollout, each in zip(rollouts, opened, strict=True)
             if each.scored is not None and not rollout.error
-        }
+        ]
         if not graded:
             return rollouts
-        call = UserCall(CallKind.SCORE_GROUP, request.purpose, request.group_id, group=tuple(graded.values()))
+        group = tuple(scored for _, scored in graded)
         try:
-            scores = await self.pool.call(call)
+            scores = await self.pool.call(
+                UserCall(CallKind.SCORE_GROUP, request.purpose, request.group_id, group=group)
+            )
         except TaskError as error:
-            changes = dict.fromkeys(graded, {"reward": 0.0, "reward_parts": {}, **failure_of(error)})
+            compared = [replace(rollout, reward=0.0, reward_parts={}, **failure_of(error)) for rollout, _ in graded]
         else:
-            before = {rollout.sample: rollout for rollout in rollouts}
-            changes = {
-                sample: {"reward": before[sample].reward + reward, "reward_parts": before[sample].reward_parts | parts}
-                for sample, (reward, parts) in zip(graded, scores, strict=True)
-            }
-        return [msgspec.structs.replace(rollout, **changes.get(rollout.sample, {})) for rollout in rollouts]
+            compared = [
+                replace(rollout, reward=rollout.reward + reward, reward_parts=rollout.reward_parts | parts)
+                for (rollout, _), (reward, parts) in zip(graded, scores, strict=True)
+            ]
+        by_sample = {rollout.sample: rollout for rollout in compared}
+        return [by_sample.get(rollout.sample, rollout) for rollout in rollouts]
 
     async def _demonstrate(self, request: GroupRequest) -> GroupResult:
         first = request.group_id * request.samples
