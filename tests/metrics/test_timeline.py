@@ -86,7 +86,7 @@ def test_a_process_writes_its_life_and_its_spans(tmp_path):
     assert name == f"generator3.1 (host2, pid {os.getpid()})"
     assert process.main[0].name == "start" and {span.name for span in process.main} >= {"start", "decode", "wait"}
     assert sum(span.seconds for span in process.main) >= 0.99 * (process.ended - process.began)
-    spans = {span.lane: span for span in process.others}
+    spans = {span.name: span for span in process.others}
     assert spans["rollout"].ids == {"group": 7} and not spans["rollout"].waits_for
     assert spans["trainer"].waits_for == "2 groups"
 
@@ -101,7 +101,7 @@ def test_any_name_can_be_read_again(tmp_path):
     (process,) = read_processes(tmp_path)
     assert (name, name) in {(span.name, span.waits_for) for span in process.main}
     (span,) = process.others
-    assert (span.lane, span.ids) == (name, {name: name, "version": str(object)})
+    assert (span.name, span.ids) == (name, {name: name, "version": str(object)})
 
 
 SPANS_OF_ONE_LANE = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=40)

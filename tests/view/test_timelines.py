@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from synthetic import make_run
 
 from titan_rl.loop.records import idle_shares, memory_of
-from titan_rl.metrics.timeline import MAIN, Memory, MemoryGauge, Pulse, Uptime
+from titan_rl.metrics.timeline import Memory, MemoryGauge, Pulse, Uptime
 from titan_rl.view.timelines import Account, Process, RecordedSpan, accounts, idle_accounts, read_processes
 
 LABELS = ["", "", "rollouts", "slots", "generators", "rank 0", "environment"]
@@ -22,14 +22,14 @@ def process(mesh: str, *pieces: tuple[float, str], rank: int = 0, others: tuple[
     found = Process(mesh, rank)
     at = 0.0
     for seconds, waits_for in pieces:
-        found.main.append(RecordedSpan("wait" if waits_for else "work", MAIN, at, seconds, waits_for))
+        found.main.append(RecordedSpan("wait" if waits_for else "work", at, seconds, waits_for))
         at += seconds
     found.others += others
     return found
 
 
 def step(began: float, seconds: float) -> RecordedSpan:
-    return RecordedSpan("train", "train", began, seconds)
+    return RecordedSpan("train", began, seconds)
 
 
 PIECES = st.lists(st.tuples(st.floats(0.01, 3), st.sampled_from(LABELS)), max_size=12)

@@ -36,7 +36,7 @@ from titan_rl.processes import start_thread
 
 SPANS = "spans"
 """Directory of all timelines of a run."""
-MAIN = "main"
+MAIN_TID = 0
 WAITS_FOR = "waits for"
 """Argument of a span that is a wait."""
 WRITE_SECONDS = 1.0
@@ -253,7 +253,7 @@ class Timeline:
         name = f"{mesh}.{rank} ({host}, pid {os.getpid()})"
         about = {"name": name, "mesh": mesh, "rank": rank, "host": host, "pid": os.getpid()}
         self._events = [{"ph": "M", "name": "process_name", "pid": self._pid, "args": about}]
-        self._name_thread(0, MAIN)
+        self._name_thread(MAIN_TID, "main")
         self.write()
         self._lane = MainLane(born, "start")
         self._over.clear()
@@ -283,7 +283,8 @@ class Timeline:
             pieces = [] if self._lane is None else self._lane.cut(self._clock())
             events, self._events = self._events, []
         for piece in pieces:
-            events.append(self._event(piece.name, piece.began, piece.began + piece.seconds, 0, piece.waits_for, {}))
+            ended = piece.began + piece.seconds
+            events.append(self._event(piece.name, piece.began, ended, MAIN_TID, piece.waits_for, {}))
         try:
             self._file.append(encode_lines(events))
         except OSError as error:

@@ -97,9 +97,7 @@ def check_run(config: RunConfig, host: HostFacts) -> list[ConfigError]:
 
 
 def _placement(config: RunConfig, host: HostFacts) -> None:
-    like = host
-    if config.placement.hosts:  # the others may have the devices
-        like = with_devices(host, config)
+    like = with_devices(host, config) if config.placement.hosts else host  # the others may have the devices
     try:
         if config.placement.several_hosts:
             transport(config.placement.untrusted())

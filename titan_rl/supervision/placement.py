@@ -314,14 +314,9 @@ def plan(
     find = partial(room.for_process, "rollouts", where.rollouts)
     for number in range(0 if config.serving else config.rollout.workers):  # a tokenizer is used on both sides of a fork
         place(Kind.ROLLOUT, f"rollout{number}", find, TOKENIZERS_PARALLELISM="false")
-    if (
-        kept is None
-        and "gateway" in meshes
-        and not config.serving
-        and is_loopback(address := config.rollout.agents.host)
-    ):
-        [there], rollouts = meshes["gateway"].hosts, [each for each in meshes.values() if each.kind is Kind.ROLLOUT]
-        if apart := sorted({mesh.hosts[0] for mesh in rollouts} - {there}):
+    if kept is None and "gateway" in meshes and is_loopback(address := config.rollout.agents.host):
+        [there] = meshes["gateway"].hosts
+        if apart := sorted({each.hosts[0] for each in meshes.values() if each.kind is Kind.ROLLOUT} - {there}):
             raise ConfigError(
                 f"rollout.agents.host: the gateway of {there} cannot be reached from {', '.join(apart)} at {address}: "
                 f"name an address of {there}, or keep the rollout workers there (placement.rollouts {there})"

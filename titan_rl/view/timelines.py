@@ -20,7 +20,7 @@ import numpy as np
 import tomli
 
 from titan_rl.metrics.json_lines import json_lines
-from titan_rl.metrics.timeline import MAIN, SPANS, WAITS_FOR
+from titan_rl.metrics.timeline import MAIN_TID, SPANS, WAITS_FOR
 
 BINS = 480
 """Of a lane."""
@@ -50,7 +50,6 @@ _ROUNDING = 1e-5
 
 class RecordedSpan(NamedTuple):
     name: str
-    lane: str
     began: float
     """Seconds since the epoch."""
     seconds: float
@@ -90,21 +89,17 @@ class Process:
 def read_processes(run: Path) -> list[Process]:
     """All processes of a run, also those that were replaced, in order of their files' names."""
     found: list[Process] = []
-    lanes: dict[int, str] = {}
     files = sorted((run / SPANS).glob("*.jsonl"))
     for event in (event for file in files for _, event in json_lines(file) if "ph" in event):
-        with contextlib.suppress(KeyError, TypeError):
-            if event["name"] == "process_name":
+        with contextlib.suppress(LookupError, TypeError):
+            if event["name"] == "process_name" and event["ph"] == "M":
                 about = event["args"]
                 found.append(Process(about["mesh"], about["rank"]))
-                lanes.clear()
-            elif event["name"] == "thread_name" and event["ph"] == "M":
-                lanes[event["tid"]] = event["args"]["name"]
             elif event["ph"] == "X":
-                lane, ids = lanes[event["tid"]], event.get("args", {})
+                ids = event.get("args", {})
                 waits_for = ids.pop(WAITS_FOR, "")
-                span = RecordedSpan(event["name"], lane, event["ts"] / 1e6, event["dur"] / 1e6, waits_for, ids)
-                (found[-1].main if lane == MAIN else found[-1].others).append(span)
+                span = RecordedSpan(event["name"], event["ts"] / 1e6, event["dur"] / 1e6, waits_for, ids)
+                (found[-1].main if event["tid"] == MAIN_TID else found[-1].others).append(span)
     return found
 
 
@@ -166,7 +161,7 @@ class Timeline:
 
 def steps_of(processes: Sequence[Process]) -> list[RecordedSpan]:
     spans = (span for process in processes if process.mesh == "controller" for span in process.others)
-    return sorted((span for span in spans if span.lane == "train"), key=lambda span: span.began)
+    return sorted((span for span in spans if span.name == "train"), key=lambda span: span.began)
 
 
 def idle_accounts(processes: Sequence[Process]) -> list[Account]:
@@ -227,7 +222,7 @@ def _spent(
 
 def _states(spans: Sequence[RecordedSpan], middles: np.ndarray, codes: dict[tuple[str, str], int]) -> np.ndarray:
     """[K] int64, the code of what one rank does in each cell."""
-    spans = sorted(spans, key=lambda span: span.began) or [RecordedSpan("", MAIN, math.inf, 0.0, GONE)]
+    spans = sorted(spans, key=lambda span: span.began) or [RecordedSpan("", math.inf, 0.0, GONE)]
     ended, code = np.array([span.ended for span in spans]), np.array([codes[span.kind] for span in spans])
     at = np.searchsorted([span.began for span in spans], middles, side="right") - 1
     return np.where((at >= 0) & (middles <= ended[at] + _ROUNDING), code[at], codes["", GONE])
