@@ -12,8 +12,6 @@ What must hold, because calls run in several processes, each of which may be kil
 - Any call may be made again with the same arguments.
 """
 
-from __future__ import annotations
-
 import inspect
 import random
 import sys
@@ -84,7 +82,7 @@ class Environment(ABC):
     """What a user should know of the prompts before a run starts, in one sentence; empty: nothing."""
 
     @staticmethod
-    def from_examples(rows: Any, reward: Any, **options: Any) -> type[Environment]:
+    def from_examples(rows: Any, reward: Any, **options: Any) -> type["Environment"]:
         """A task made of rows (a list of dicts, a JSON lines or Parquet file, a `datasets.Dataset`) and a reward:
 
             Riddles = Environment.from_examples("riddles.jsonl", right, prompt="question", answer="answer")

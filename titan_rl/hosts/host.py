@@ -8,8 +8,6 @@
 - With one host nothing listens on a network.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import functools
@@ -164,7 +162,7 @@ class AttachedHost(Host):
         controller: tuple[str, int],
         silent_seconds: float,
         on_end: Ended,
-        on_lost: Callable[[AttachedHost], None],
+        on_lost: Callable[["AttachedHost"], None],
     ) -> None:
         self.name, self.label, self._worker = name, f"{name} ({worker})", worker
         self._stage, self._log_directory = stage, log_directory

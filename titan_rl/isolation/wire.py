@@ -9,8 +9,6 @@
 - Worker → forked process: `(number, UserCall)`. Back: one `CallResult` per call, as soon as it is there.
 """
 
-from __future__ import annotations
-
 import pickle
 import struct
 from collections.abc import Callable, Iterator
@@ -96,27 +94,6 @@ def reader(kind: Any) -> Callable[[bytes], Any]:
     return read
 
 
-@dataclass(kw_only=True, slots=True)
-class EnvironmentSetup(EnvironmentConfig):
-    """Everything needed to make the environment. A restarted fork server gets the same."""
-
-    run_seed: int
-    imports: tuple[str, ...] = ()
-    """Modules and files to import first."""
-    held_out: int = 0
-    """Held-out prompts to ask for."""
-    prompts: int = 0
-    """Distinct training prompts to use; 0: the environment's own number."""
-
-    def seconds(self, kind: CallKind) -> float:
-        """Longest time of a call."""
-        return self.grade_seconds if kind in GRADING else self.step_seconds
-
-    def late(self, kind: CallKind) -> str:
-        setting = "grade_seconds" if kind in GRADING else "step_seconds"
-        return f"did not finish within {self.seconds(kind):g} s (environment.{setting})"
-
-
 class CallKind(StrEnum):
     EXAMPLE = "example"
     """→ `ExamplePrompt`."""
@@ -140,6 +117,27 @@ class CallKind(StrEnum):
 
 GRADING = frozenset({CallKind.SCORE, CallKind.SCORE_GROUP})
 """Calls that `environment.grade_seconds` bounds; `step_seconds` bounds the others, but for `PLAY`."""
+
+
+@dataclass(kw_only=True, slots=True)
+class EnvironmentSetup(EnvironmentConfig):
+    """Everything needed to make the environment. A restarted fork server gets the same."""
+
+    run_seed: int
+    imports: tuple[str, ...] = ()
+    """Modules and files to import first."""
+    held_out: int = 0
+    """Held-out prompts to ask for."""
+    prompts: int = 0
+    """Distinct training prompts to use; 0: the environment's own number."""
+
+    def seconds(self, kind: CallKind) -> float:
+        """Longest time of a call."""
+        return self.grade_seconds if kind in GRADING else self.step_seconds
+
+    def late(self, kind: CallKind) -> str:
+        setting = "grade_seconds" if kind in GRADING else "step_seconds"
+        return f"did not finish within {self.seconds(kind):g} s (environment.{setting})"
 
 
 class TaskInfo(NamedTuple):

@@ -6,8 +6,6 @@
 - `texts` of a recorded branch joined are its decoded text. A character of several tokens is the text of its last one.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import zlib

@@ -9,16 +9,12 @@ its work begins to count anew, or was up for `SETTLED_SECONDS` before it died or
 finished no step, which would be replaced for ever.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan_rl.errors import MeshFailed, MeshLeaves
-
-if TYPE_CHECKING:
-    from titan_rl.supervision.placement import Kind, MeshPlan
+from titan_rl.supervision.placement import Kind, MeshPlan
 
 SETTLED_SECONDS = 30.0
 """A mesh that was up for so long did not fail because of its start."""

@@ -9,8 +9,6 @@ the end of a mesh much later, when another mesh, or another run in this process,
 actors (loggers, managers of RDMA) are no mesh's: they fail with their process, whose end is reported anyway.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
@@ -51,7 +49,7 @@ it is configured, so such a one has to be started again (a test pins that)."""
 _serial = itertools.count()
 """Makes the name of every mesh and actor mesh of this process unique."""
 
-_provisioners: weakref.WeakSet[Provisioner] = weakref.WeakSet()
+_provisioners: weakref.WeakSet["Provisioner"] = weakref.WeakSet()
 
 _log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ The display only shows what it is told and never changes the run. Rows do not co
 jumps.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import Counter, deque
@@ -100,7 +98,7 @@ class RunDisplay:
         self._last_line = float("-inf")
         self._panel = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
 
-    def __enter__(self) -> RunDisplay:
+    def __enter__(self) -> "RunDisplay":
         if self._live:
             self._panel.start()
         return self
