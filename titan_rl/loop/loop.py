@@ -77,21 +77,14 @@ class TrainingLoop:
         self._filter = make_filter(config.loop.filter)
         self._recorder = recorder or Recorder(system.rollouts)
         self._activity = activity = Activities(clock=clock)
-        self.records = StepRecords(
-            ledger.summary,
-            self._buffer.limits,
-            self._recorder,
-            display=display,
-            metrics=metrics,
-            activity=activity,
-            clock=clock,
-        )
+        limits = self._buffer.limits
+        self.records = StepRecords(ledger.summary, limits, self._recorder, activity, display=display, metrics=metrics)
         display.follow(activity.open)
         changes = self._changes = Changes(display, activity)
         self._publications = Publications(system.trainer, changes, max_live=config.weights_settings().max_live)
         self._versions = ServedVersions(self._buffer, self._publications, system.router, changes)
         self._lost = LostGroups(ledger, system.rollouts, changes)
-        self._exact = self._buffer.limits.exact_versions
+        self._exact = limits.exact_versions
         rollout = config.rollout
         self._size = GroupSize(first=rollout.samples_per_group, most=rollout.most_samples, grown=ledger.grown)
         self.has_weights = restore_from is None

@@ -3,7 +3,7 @@ memory."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -55,20 +55,18 @@ class StepRecords:
         summary: RunSummary,
         limits: StalenessLimits,
         recorder: Recorder,
+        activity: Activities,
         *,
         display: RunDisplay,
         metrics: MetricsWriter,
-        activity: Activities,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._display = display
         self._metrics = metrics
         self._recorder = recorder
-        self._clock = clock
         self._activity = activity
         self._pulses: Pulses = {}
-        self._last_step = clock()
+        self._last_step = activity.clock()
         self._pull_failures: dict[str, str] = {}  # by generator: why it does not serve
         self.summary = summary
         self.first_step_at: float | None = None
@@ -114,7 +112,7 @@ class StepRecords:
         system: System,
     ) -> None:
         step = batch.version.step + 1
-        now = self._clock()
+        now = self._activity.clock()
         seconds, self._last_step = now - self._last_step, now
         phases = self._activity.take_seconds()
         failed, self.summary.failed = self.summary.failed, []

@@ -26,7 +26,7 @@ class Activities:
 
     def __init__(self, timeline: Timeline = timeline, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeline = timeline
-        self._clock = clock
+        self.clock = clock
         self._moved = self._counted = clock()  # when work last began or ended; up to when phases are counted
         self.open: dict[Span, None] = {}
         """Spans in the order in which they began."""
@@ -35,7 +35,7 @@ class Activities:
 
     @contextmanager
     def __call__(self, name: str, *, waits_for: Callable[[], str] | None = None, **ids: object) -> Iterator[None]:
-        span = Span(name, ids, self._clock(), waits_for)
+        span = Span(name, ids, self.clock(), waits_for)
         self.open[span] = None
         self._turn(span, True)
         try:
@@ -58,7 +58,7 @@ class Activities:
         return seconds
 
     def _count(self) -> None:
-        now = self._clock()
+        now = self.clock()
         for phase, spans in self._phases.items():
             if spans:
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._counted
@@ -67,7 +67,7 @@ class Activities:
     def stuck(self, seconds: float) -> str:
         """What the run is stuck in, if no work has begun or ended for `seconds`; else empty. Names the oldest open
         work: that is what the others wait for. If there is none, every task waits for another one."""
-        now = self._clock()
+        now = self.clock()
         if (still := now - self._moved) < seconds:
             return ""
         longest = next((span for span in self.open if span.waits_for is None), None)
