@@ -257,8 +257,8 @@ async def test_a_session_is_closed_also_when_nobody_waits_for_it_any_more(model_
             run_seed=0,
             max_model_len=0,
         )
-        pool, info, programs = group_runner.pool, group_runner.info, group_runner.programs
-        rollout = OpenRollout(pool, info, begun, prompt=prompt, programs=programs)
+        pool, programs = group_runner.pool, group_runner.programs
+        rollout = OpenRollout(pool, begun, prompt=prompt, programs=programs)
         playing = asyncio.ensure_future(rollout.run_program())
         await sessions.closing.wait()
         for _ in range(2):  # the second cancellation is not waited out

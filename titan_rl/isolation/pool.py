@@ -98,7 +98,8 @@ class UserCodePool:
         self._server: ForkServerClient | None = None
         self._starting = asyncio.Lock()
         self._closed = "not started"
-        self._asynchronous: frozenset[CallKind] = frozenset()
+        self.info: TaskInfo
+        """What the environment says about itself; there after `start`."""
         self._numbers = itertools.count()
         self._waiting: dict[bool, list[_Pending]] = {False: [], True: []}  # by whether they go to the concurrent fork
         self._forks: list[_Fork] = []
@@ -113,10 +114,9 @@ class UserCodePool:
     async def start(self) -> TaskInfo:
         """Make the environment; raises as `ForkServerClient.start`."""
         self._server = ForkServerClient(self._setup)
-        info = await self._server.start()
-        self._asynchronous = info.asynchronous
+        self.info = await self._server.start()
         self._closed = ""
-        return info
+        return self.info
 
     @property
     def pid(self) -> int | None:
@@ -138,7 +138,7 @@ class UserCodePool:
         except Exception as error:  # a rollouter's messages may hold objects that do not pickle
             raise TaskError(f"{call}: cannot be sent to its process: {error}") from error
         pending = _Pending(number, call, frame, asyncio.get_running_loop().create_future())
-        self._waiting[call.kind in self._asynchronous].append(pending)
+        self._waiting[call.kind in self.info.asynchronous].append(pending)
         self._dispatch_soon()
         return await pending.future
 

@@ -63,9 +63,8 @@ class GroupRunner:
         self.pool = UserCodePool(self.setup)
         self.programs: Programs | None = None
         self._free: AbstractAsyncContextManager[None] = nullcontext()  # limits how many programs run at once
-        self.info: TaskInfo
-        """What the environment says about itself; there after `start`, as the next two."""
         self.renderer: Renderer
+        """There after `start`, as the rollouter is."""
         self._rollouter: Rollouter
         self._cleaning: set[asyncio.Future[list[Any]]] = set()
         self._advantages = import_name(config.rollout.advantage.name, short_names("advantages"))
@@ -100,7 +99,6 @@ class GroupRunner:
                 raise ConfigError(f"environment {self.setup.name} plays its rollouts by programs, which need a gateway")
             self.programs = Programs(sessions, self.setup.program_seconds)
             self._free = asyncio.Semaphore(self._rollout.agents.at_once)
-        self.info = info
         return info
 
     async def close(self) -> None:
@@ -124,7 +122,7 @@ class GroupRunner:
 
     async def play(self, request: GroupRequest, generate: Generate) -> GroupResult:
         """Play all rollouts of a group, of a demonstration's prompt too; raises as `run_group`."""
-        info = self.info
+        info = self.pool.info
         try:
             example: ExamplePrompt = await self.pool.call(UserCall(CallKind.EXAMPLE, request.purpose, request.group_id))
             if info.plays:
@@ -135,7 +133,7 @@ class GroupRunner:
             return await self._result(request, unplayed_rollouts(request, error))
 
         opened = [
-            OpenRollout(self.pool, info, self._rollouter.begin(request, sample), prompt=prompt, programs=self.programs)
+            OpenRollout(self.pool, self._rollouter.begin(request, sample), prompt=prompt, programs=self.programs)
             for sample in range(request.samples)
         ]
         try:
@@ -166,7 +164,7 @@ class GroupRunner:
         if any(task.cancelled() for task in playing):  # raised inside `generate`; not to be taken for our own
             raise GeneratorFailed(f"generation for {request.purpose} group {request.group_id} was cancelled")
         rollouts = [task.result() for task in playing]
-        return await self._compare(request, rollouts, opened) if self.info.scores_groups else rollouts
+        return await self._compare(request, rollouts, opened) if self.pool.info.scores_groups else rollouts
 
     async def _compare(
         self, request: GroupRequest, rollouts: list[RolloutRecord], opened: Sequence[OpenRollout]
@@ -207,7 +205,7 @@ class GroupRunner:
             turns = [(shown.messages, 1.0), (shown.rejected, -1.0)] if self._pairs else [(shown.messages, 0.0)]
             for messages, sign in turns:
                 sample = demonstration_sample(
-                    request.group_id, len(samples), self.renderer, shown.prompt, messages, self.info.tools, sign
+                    request.group_id, len(samples), self.renderer, shown.prompt, messages, self.pool.info.tools, sign
                 )
                 if self._max_model_len and len(sample.token_ids) > self._max_model_len:
                     raise TaskError(

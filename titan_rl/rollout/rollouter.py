@@ -35,7 +35,7 @@ from titan_rl.errors import (
     TitanError,
 )
 from titan_rl.isolation.pool import UserCodePool
-from titan_rl.isolation.wire import CallKind, TaskInfo, UserCall
+from titan_rl.isolation.wire import CallKind, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.rollout.report import ended, failure_of
 from titan_rl.rollout.samples import Turn, check
@@ -161,25 +161,16 @@ class OpenRollout:
         programs: runs the program that plays; None: no program plays.
     """
 
-    def __init__(
-        self,
-        pool: UserCodePool,
-        info: TaskInfo,
-        trajectory: Trajectory,
-        *,
-        prompt: Prompt,
-        programs: Programs | None = None,
-    ):
+    def __init__(self, pool: UserCodePool, trajectory: Trajectory, *, prompt: Prompt, programs: Programs | None = None):
         self.trajectory = trajectory
         trajectory.messages += prompt.messages
         self.prompt = prompt
         self.played_by_program = programs is not None
-        self.multi_turn = info.multi_turn  # whether the environment answers the policy
-        self.tools = info.tools  # tools that the policy may call
+        self.multi_turn = pool.info.multi_turn  # whether the environment answers the policy
+        self.tools = pool.info.tools  # tools that the policy may call
         self.scored: Transcript | None = None  # the conversation that was last scored
         self._pool = pool
         self._programs = programs
-        self._cleans_up = info.cleans_up
         self._state: bytes | None = None
         self._open_call: asyncio.Future[Any] | None = None
         self._answered = 0  # turns that the environment has answered
@@ -309,7 +300,7 @@ class OpenRollout:
         return Transcript(tuple(self.messages), tuple(reasons), self._state, tuple(tokens))
 
     async def _call(self, kind: CallKind) -> Any:
-        if not self._cleans_up:
+        if not self._pool.info.cleans_up:
             return await self._called(kind)
         # what it has opened is known from its answer, which is waited for even if nobody else wants it
         self._open_call = asyncio.ensure_future(self._called(kind))
