@@ -310,13 +310,14 @@ async def test_a_host_has_a_mesh_until_its_processes_are_stopped(tmp_path: Path)
     async def stop(*, kill: bool = False) -> None:
         await stopped.wait()
 
-    hosts._meshes["rollout0"] = SimpleNamespace(name="rollout0", hosts=[hosts.hosts["host0"]], stop=stop)  # type: ignore[assignment]
+    here = hosts.hosts["host0"]
+    hosts._meshes["rollout0"] = SimpleNamespace(name="rollout0", hosts=[here], stop=stop)  # type: ignore[assignment]
     stopping = asyncio.create_task(hosts.stop("rollout0", kill=True))
     await asyncio.sleep(0)
-    assert hosts.on("host0") == ["rollout0"]
+    assert [mesh.name for mesh in hosts.on(here)] == ["rollout0"]
     stopped.set()
     await stopping
-    assert hosts.on("host0") == []
+    assert hosts.on(here) == []
     await hosts.stop_all()
 
 

@@ -53,11 +53,11 @@ class Processes:
         self.hosts |= new
         return [*new.values()]
 
-    def on(self, host: str) -> list[str]:
-        return [name for name, hosts in self._on.items() if host in hosts]
+    def on(self, host: Any) -> list[str]:
+        return [name for name, hosts in self._on.items() if host.name in hosts]
 
     async def detach(self, host: str) -> None:
-        assert not self.on(host)
+        assert not self.on(self.hosts[host])
         del self.hosts[host]
 
     def spawn(self, name: Any, *_: Any, **arguments: Any) -> Any:

@@ -81,7 +81,7 @@ class SpawnedProcesses:
         """`spawn_id` names this start of the mesh; `parts` are its hosts, and on each its processes and how many."""
         self.name = name
         self.spawn_id = spawn_id
-        self.parts = parts
+        self._parts = parts
         self.over = asyncio.Event()
         """A host of it is lost, or it is being stopped: Monarch may never say that the rest has started."""
         self.actors: list[str] = []
@@ -91,23 +91,34 @@ class SpawnedProcesses:
 
     @property
     def hosts(self) -> list[Host]:
-        return [host for host, _, _ in self.parts]
+        return [host for host, _, _ in self._parts]
 
     def spawn(self, name: str, actor: type[Any], *args: Any, **options: Any) -> list[Any]:
         """One actor of this class in every process, made with these arguments; returns the handle of each rank."""
         ranks = []
-        for _, processes, count in self.parts:
+        for _, processes, count in self._parts:
             unique = f"{name}_{next(_serial)}"
             self.actors.append(unique)
             actors = processes.spawn(unique, actor, *args, **options)
             ranks += [actors.slice(ranks=rank) for rank in range(count)]
         return ranks
 
+    async def started(self) -> str:
+        """Returns when the processes have started or failed to, or will not be waited for any more: Monarch's reason if
+        they have failed to, else nothing."""
+
+        async def start() -> list[Any]:
+            return await asyncio.gather(*(part.initialized for _, part, _ in self._parts), return_exceptions=True)
+
+        async with until_either(start(), self.over.wait()) as starting:
+            results = starting.result() if starting.done() else []
+        return next((_first_lines(str(each)) for each in results if isinstance(each, Exception)), "")
+
     async def stop(self, *, kill: bool = False) -> None:
         """End the processes. Never raises: a process that does not stop in time is killed and logged. `kill`: do not
         ask them first, because they hang or because one of them is gone."""
         self.over.set()
-        await asyncio.gather(*(self._stop(host, processes, kill) for host, processes, _ in self.parts))
+        await asyncio.gather(*(self._stop(host, processes, kill) for host, processes, _ in self._parts))
 
     async def _stop(self, host: Host, processes: ProcMesh, kill: bool) -> None:
         if host.lost:
@@ -256,18 +267,9 @@ class Provisioner:
         return mesh
 
     async def started(self, name: str) -> str:
-        """Returns when the processes of a mesh have started or failed to, or will not be waited for any more: Monarch's
-        reason if they have failed to, else nothing. To pickle a handle on the mesh before that blocks the event loop
-        until then: hosts would hear nothing of this controller and end what they have of it."""
-        if (mesh := self._meshes.get(name)) is None:
-            return ""
-
-        async def start() -> list[Any]:
-            return await asyncio.gather(*(part.initialized for _, part, _ in mesh.parts), return_exceptions=True)
-
-        async with until_either(start(), mesh.over.wait()) as starting:
-            results = starting.result() if starting.done() else []
-        return next((_first_lines(str(each)) for each in results if isinstance(each, Exception)), "")
+        """Wait for the start of a mesh, as `SpawnedProcesses.started`. To pickle a handle on the mesh before that
+        blocks the event loop until then: hosts would hear nothing of this controller and end what they have of it."""
+        return await self._meshes[name].started() if name in self._meshes else ""
 
     async def stop(self, name: str, *, kill: bool = False, remove: str = "") -> None:
         """Stop one mesh, if it is up, and remove the channel of files that it leaves in shared memory."""
