@@ -31,9 +31,9 @@ class MeshMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mesh, self.now, self.failures, self.losses = ManagedMesh(ROUTER, MOST, client=Client()), 0.0, 0, 0
+        self.mesh, self.now, self.failures, self.losses = ManagedMesh(ROUTER, client=Client()), 0.0, 0, 0
 
-    @precondition(lambda self: self.mesh.state in (MeshState.PLACED, MeshState.LOST) and not self.mesh.exhausted)
+    @precondition(lambda self: self.mesh.state in (MeshState.PLACED, MeshState.LOST) and self.failures <= MOST)
     @rule()
     def begins(self) -> None:
         self.mesh.begin()
@@ -72,8 +72,7 @@ class MeshMachine(RuleBasedStateMachine):
     @is_in(MeshState.LOST)
     @rule()
     def is_given_up_if_it_failed_too_often(self) -> None:
-        assert self.mesh.exhausted == (self.failures > MOST)
-        if self.mesh.exhausted:
+        if self.mesh.failures > MOST:
             self.mesh.give_up()
 
     @is_in(MeshState.PLACED, MeshState.GIVEN_UP)
@@ -103,7 +102,7 @@ def test_a_mesh_that_fails_again_and_again_is_started_with_longer_pauses_and_may
 
 
 def test_only_the_handle_of_processes_that_were_born_is_given_away() -> None:
-    mesh = ManagedMesh(ROUTER, MOST, client=Client())
+    mesh = ManagedMesh(ROUTER, client=Client())
     mesh.begin()
     assert mesh.handle is None
     mesh.bear()

@@ -4,8 +4,8 @@
                   └─────────┴───────────▶┘└─▶ GIVEN_UP ─▶ PLACED: its host has room again, or another one joined
 
 A mesh is lost as a whole, with its first rank, and once per start. Failures in a row are counted. The pause before the
-next start doubles with them up to `LONGEST_PAUSE`, and after `restarts` of them the mesh is `exhausted`. One that did
-its work begins to count anew, or was up for `SETTLED_SECONDS` before it died or stood still; not a trainer that has
+next start doubles with them up to `LONGEST_PAUSE`, and after `placement.restarts` of them it may be given up. One that
+did its work begins to count anew, or was up for `SETTLED_SECONDS` before it died or stood still; not a trainer that has
 finished no step, which would be replaced for ever.
 """
 
@@ -53,8 +53,6 @@ class ManagedMesh:
 
     plan: MeshPlan
     """Its processes, where they are or, while it has none, where they were last to be."""
-    restarts: int
-    """Failures in a row that do not exhaust it (`placement.restarts`)."""
     state: MeshState = MeshState.PLACED
     wanted: bool = True
     """False: it is not started any more, because its host left or the fleet is smaller."""
@@ -97,10 +95,6 @@ class ManagedMesh:
     def is_idle(self) -> bool:
         """Whether nobody starts it."""
         return self.state in (MeshState.PLACED, MeshState.GIVEN_UP)
-
-    @property
-    def exhausted(self) -> bool:
-        return self.failures > self.restarts
 
     def begin(self) -> None:
         self._move(MeshState.STARTING)

@@ -111,7 +111,7 @@ class Supervisor:
         """Place what has no place yet, or has lost it. Raises ConfigError if that is not possible at the start."""
         for new in self.table.place():
             client = self.kinds[new.kind].client(new)
-            self.meshes[new.name] = ManagedMesh(new, self.config.placement.restarts, client=client)
+            self.meshes[new.name] = ManagedMesh(new, client=client)
 
     def spawn(self) -> None:
         """Start the processes and actors of all meshes. Does not wait for them."""
@@ -293,7 +293,7 @@ class Supervisor:
             if await self._is_gone(mesh):
                 return False
             if mesh.state is MeshState.LOST:
-                if mesh.exhausted and self._may_give_up(mesh):
+                if mesh.failures > self.config.placement.restarts and self._may_give_up(mesh):
                     return False
                 if pause := pause_after(mesh.failures):
                     self.say(f"{mesh.name} starts again in {pause:g} s: {mesh.fault}")
