@@ -292,9 +292,7 @@ class Examples:
     """The examples of an environment, cached: any of them can be made again."""
 
     def __init__(self, environment: Environment, setup: EnvironmentSetup):
-        self._environment = environment
-        self._count = setup.held_out
-        self._look_seconds = min(LOOK_SECONDS, setup.step_seconds / 2)
+        self._environment, self._setup = environment, setup
         self._held_out = self._hold_out()
         self.held_out = len(self._held_out)  # number of held-out prompts
         size = environment.size
@@ -318,7 +316,7 @@ class Examples:
     def check(self, count: int) -> TaskCheck:
         """Make the first `count` training prompts, as far as `LOOK_SECONDS` and half of `step_seconds` go, and the
         held-out ones again."""
-        until = time.monotonic() + self._look_seconds
+        until = time.monotonic() + min(LOOK_SECONDS, self._setup.step_seconds / 2)
         training: list[tuple[Message, ...]] = []
         answers: list[str] = []
         for index in range(min(count, self.size or count)):
@@ -339,7 +337,8 @@ class Examples:
         )
 
     def _hold_out(self) -> list[Example]:
-        examples = self._environment.held_out(self._count) if self._count else []
+        asked = self._setup.held_out
+        examples = self._environment.held_out(asked) if asked else []
         if not isinstance(examples, Iterable):
             raise TaskError(f"held_out gave {examples!r}, which is no sequence of examples")
         return [_checked("held_out", example) for example in examples]
