@@ -59,7 +59,7 @@ class Activities:
 
     def _count(self) -> None:
         now = self.clock()
-        for phase, spans in self._phases.items():
+        for phase, spans in tuple(self._phases.items()):  # another thread may begin a new phase meanwhile
             if spans:
                 self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._counted
         self._counted = now
