@@ -78,6 +78,9 @@ class ForkedProcess(asyncio.Protocol):
         """Whether nothing is known of its end, and it wrote nothing that it is killed for."""
         return not (self._ending or self._disconnected or self._bad_frame)
 
+    def send(self, calls: bytes) -> None:
+        self.transport.write(calls)
+
     def kill(self) -> None:
         """Kill the process and all processes that it started."""
         with contextlib.suppress(OSError):

@@ -161,7 +161,7 @@ class UserCodePool:
                 process.on_results = lambda results: None if first.done() else first.set_result(results[0])
                 either: list[asyncio.Future[Any]] = [first, process.ended]
                 try:
-                    process.transport.write(pack_order((0, call)))
+                    process.send(pack_order((0, call)))
                     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     process.kill()
@@ -214,7 +214,7 @@ class UserCodePool:
         if not fork.calls:
             fork.since = asyncio.get_running_loop().time()
         fork.calls |= {pending.number: pending for pending in calls}
-        fork.process.transport.write(b"".join(pending.frame for pending in calls))
+        fork.process.send(b"".join(pending.frame for pending in calls))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._shortest, self._kill_late)
 
