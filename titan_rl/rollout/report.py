@@ -114,7 +114,6 @@ class GroupReport:
     samples: SampleBatch
     """References; empty for evaluation groups, and when no rollout could be trained."""
     restarts: int = 0
-    """As `GroupResult` has it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_message, (to_message(self, _BLANK),)

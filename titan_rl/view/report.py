@@ -145,7 +145,7 @@ def _meaning(name: str) -> dict[str, str]:
 
 def _curve(series: Mapping[int, float | None]) -> dict[str, Any]:
     """Steps and values; `of` is the number of steps of which each value is the mean."""
-    entries = [(step, value) for step, value in series.items()]
+    entries = [*series.items()]
     of = -(-len(entries) // MOST_POINTS) or 1
     steps, values = [], []
     for at in range(0, len(entries), of):
