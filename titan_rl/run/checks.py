@@ -28,11 +28,9 @@ from titan_rl.importing import import_name, user_code
 from titan_rl.loop.stages import FILTERS
 from titan_rl.overrides import convert_value, did_you_mean
 from titan_rl.policy.algorithms import short_names
-from titan_rl.policy.config import LossConfig
 from titan_rl.policy.losses import OF_EVERY_LOSS, Objective, build_loss
 from titan_rl.policy.models.architecture import Architecture, read_shape
 from titan_rl.policy.models.tiny import tiny_shape
-from titan_rl.rollout.config import AdvantageConfig
 from titan_rl.rollout.rollouter import Rollouter
 from titan_rl.routing.strategies import SHORT_NAMES as STRATEGIES
 from titan_rl.routing.strategies import build_strategy
@@ -213,17 +211,15 @@ def _strategy(config: RunConfig) -> None:
 
 
 def _algorithm(config: RunConfig) -> None:
-    chosen: LossConfig | AdvantageConfig
-    for setting, chosen, function in (
-        ("trainer.loss", config.trainer.loss, "loss"),
-        ("rollout.advantage", config.rollout.advantage, "advantages"),
-    ):
-        found = _named(config, f"{setting}.name", short_names(function))
-        own = {k: v for k, v in chosen.kwargs.items() if setting != "trainer.loss" or k not in OF_EVERY_LOSS}
-        of_every = {name: value for name, value in chosen.kwargs.items() if name not in own}
-        _check_arguments(f"{setting}.kwargs", found, own, given=1, called=chosen.name)
-        _check_arguments(f"{setting}.kwargs", Objective, of_every, given=2)
-    build_loss(config.trainer.loss)
+    loss, advantage = config.trainer.loss, config.rollout.advantage
+    found = _named(config, "trainer.loss.name", short_names("loss"))
+    own = {name: value for name, value in loss.kwargs.items() if name not in OF_EVERY_LOSS}
+    _check_arguments("trainer.loss.kwargs", found, own, given=1, called=loss.name)
+    of_every = {name: value for name, value in loss.kwargs.items() if name not in own}
+    _check_arguments("trainer.loss.kwargs", Objective, of_every, given=2)
+    found = _named(config, "rollout.advantage.name", short_names("advantages"))
+    _check_arguments("rollout.advantage.kwargs", found, advantage.kwargs, given=1, called=advantage.name)
+    build_loss(loss)
 
 
 def _named(config: RunConfig, setting: str, words: Mapping[str, str | None], base: type = object) -> Any:
