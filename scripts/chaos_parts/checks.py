@@ -49,12 +49,12 @@ def check_run(run: Path) -> Finding:
     (*_, newest) = checkpoints(run)
     ledger = read_ledger(newest)
     counts = ledger.buffer.counts
-    found.lost = counts.admitted - counts.trained - counts.filtered - counts.failed
+    found.lost = counts["admitted"] - counts["trained"] - counts["filtered"] - counts["failed"]
     if found.lost:
         found.problems.append(f"{found.lost} admitted groups are neither trained nor reported: {counts}")
-    if counts.trained != steps * groups:
-        found.problems.append(f"{counts.trained} groups were trained, {steps * groups} should be")
-    kinds = (trouble_of(index, config["environment"]["kwargs"]["every"]) for index in range(counts.admitted))
+    if counts["trained"] != steps * groups:
+        found.problems.append(f"{counts['trained']} groups were trained, {steps * groups} should be")
+    kinds = (trouble_of(index, config["environment"]["kwargs"]["every"]) for index in range(counts["admitted"]))
     found.troubles = dict(Counter(filter(None, kinds)))
     return found
 

@@ -91,7 +91,7 @@ def test_after_a_kill_and_damage_every_prompt_is_trained_once_and_every_step_rep
     flip(newest)
     ledger, step = read_ledger(cut), check(cut).step
     active = ledger.buffer.groups.keys()
-    ended = {*range(ledger.buffer.counts.admitted)} - active
+    ended = {*range(ledger.buffer.counts["admitted"])} - active
     played.unlink()
 
     said = goes_on(left)
@@ -103,9 +103,9 @@ def test_after_a_kill_and_damage_every_prompt_is_trained_once_and_every_step_rep
     assert max(ages) <= STALENESS
 
     end = last_ledger(left).buffer
-    assert end.counts.trained == STEPS * GROUPS and end.counts.active == 0
+    assert end.counts["trained"] == STEPS * GROUPS and end.counts["active"] == 0
     again = sorted(map(int, played.read_text().split()))
-    assert again == sorted(set(range(end.counts.admitted)) - ended - ledger.reports.keys())
+    assert again == sorted(set(range(end.counts["admitted"])) - ended - ledger.reports.keys())
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

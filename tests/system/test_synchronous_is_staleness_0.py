@@ -118,7 +118,7 @@ async def by_loop(config: RunConfig, directory: Path) -> Outcome:
         recorded = [each.step for each in read_records(directory / ROLLOUTS) if "best" in each.kept]
         assert recorded == [*range(1, config.loop.steps + 1)]
         await loop.end(failed=False)
-        trained, admitted = steps[:], loop.ledger.buffer.counts.admitted
+        trained, admitted = steps[:], loop.ledger.buffer.counts["admitted"]
         return Outcome(trained, *await weights_of(system, directory), admitted, evaluations[-1].exact_match)
 
 

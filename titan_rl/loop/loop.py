@@ -159,7 +159,7 @@ class TrainingLoop:
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.gather(self._stepping, return_exceptions=True)
-        if failed or self._buffer.counts.active:  # some are left if it stops early, or goes on for fewer steps
+        if failed or self._buffer.counts["active"]:  # some are left if it stops early, or goes on for fewer steps
             await release_samples(self._system.rollouts, self._reports.values(), seconds=seconds)
         else:
             await check_stores_are_empty(self._system.rollouts)
@@ -179,7 +179,7 @@ class TrainingLoop:
         self._on_start()
         self._display.print_line(
             f"going on after step {self._buffer.trainer_version.step} from {directory}: {len(self._reports)} finished "
-            f"groups are kept, {self._buffer.counts.waiting} are played again"
+            f"groups are kept, {self._buffer.counts['waiting']} are played again"
         )
         for version, holders in self.ledger.older.items():
             await self._publications.publish_again(directory, version, holders)

@@ -3,7 +3,7 @@ memory."""
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +22,7 @@ from titan_rl.rollout.report import GroupReport, means
 from titan_rl.routing.health import GONE
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.scheduling.config import StalenessLimits
-from titan_rl.scheduling.group import Batch, Counts
+from titan_rl.scheduling.group import Batch
 from titan_rl.types import NO_VERSION, FailureKind, PolicyVersion, StopReason
 from titan_rl.view.conversation import transcript
 from titan_rl.view.display import RunDisplay
@@ -108,7 +108,7 @@ class StepRecords:
         reports: Sequence[GroupReport],
         trained: dict[str, float],
         held: Sequence[HeldReport],
-        counts: Counts,
+        counts: Mapping[str, int],
         system: System,
     ) -> None:
         step = batch.version.step + 1
@@ -164,7 +164,7 @@ class StepRecords:
                     for age in range(self._limits.bound + 1)
                     if ages
                 },
-                **{f"groups/{name}": getattr(counts, name) for name in ("admitted", "filtered", "failed", "active")},
+                **{f"groups/{name}": counts[name] for name in ("admitted", "filtered", "failed", "active")},
                 "groups/lost": summary.lost,
                 "groups/samples": float(np.mean([len(report.rollouts) for report in reports])),
                 "groups/equal_rewards": float(np.mean([len(report.rewards) <= 1 for report in reports])),

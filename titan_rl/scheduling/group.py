@@ -71,24 +71,6 @@ class Batch:
         return tuple(self.version.step - group.oldest.step for group in self.groups if group.oldest is not None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Groups so far. `admitted == trained + filtered + failed + active`."""
-
-    admitted: int
-    trained: int
-    filtered: int
-    failed: int
-    waiting: int
-    running: int
-    finished: int
-    taken: int
-
-    @property
-    def active(self) -> int:
-        return self.waiting + self.running + self.finished + self.taken
-
-
 @dataclass(slots=True, kw_only=True)
 class GroupSize:
     """How many rollouts a group has: twice as many after a step most of whose groups taught nothing. It follows from

@@ -25,7 +25,7 @@ from typing import Any
 
 from titan_rl.errors import InvariantError
 from titan_rl.scheduling.config import StalenessLimits
-from titan_rl.scheduling.group import Batch, Counts, Group, GroupState, Outcome
+from titan_rl.scheduling.group import Batch, Group, GroupState, Outcome
 from titan_rl.scheduling.logical_time import LogicalTime
 from titan_rl.types import PolicyVersion
 
@@ -62,7 +62,6 @@ class GroupBuffer:
 
     def __post_init__(self) -> None:
         self.line = OrderedDict(self.line)  # a dict looks for its first item among all that were before it
-        self._waiting = {each: None for each, group in self.groups.items() if group.state is GroupState.WAITING}
         self._short = 0  # at least so many more must finish before a batch is ready,
         self._anchor: int | None = None  # or this one, behind which the window begins
 
@@ -82,13 +81,11 @@ class GroupBuffer:
         return self.ended[Outcome.TRAINED] + len(self.groups)
 
     @property
-    def counts(self) -> Counts:
-        states = Counter(group.state for group in self.groups.values())
-        return Counts(
-            admitted=self.admitted,
-            **{outcome.value: count for outcome, count in self.ended.items()},
-            **{state.value: states[state] for state in GroupState},
-        )
+    def counts(self) -> Counter[str]:
+        """Groups so far: `admitted`, those of each outcome and state, and `active`, which are those of all states."""
+        states = Counter(group.state.value for group in self.groups.values())
+        ended = {outcome.value: count for outcome, count in self.ended.items()}
+        return Counter({**states, **ended, "admitted": self.admitted, "active": len(self.groups)})
 
     def __getitem__(self, group_id: int) -> Group:
         """An active group. Raises KeyError."""
@@ -96,7 +93,7 @@ class GroupBuffer:
 
     def waiting(self) -> tuple[Group, ...]:
         """Groups whose rollouts are to be started, oldest first: those whose version is published."""
-        waiting = (self.groups[group_id] for group_id in sorted(self._waiting))
+        waiting = (group for group in self.groups.values() if group.state is GroupState.WAITING)
         return tuple(group for group in waiting if group.min_version <= self.published_version)
 
     @property
@@ -150,7 +147,6 @@ class GroupBuffer:
         ]
         for group in groups:
             self.groups[group.group_id] = group
-            self._waiting[group.group_id] = None
             self.line[group.group_id] = None
         self.admitted += count
         return groups
@@ -173,7 +169,6 @@ class GroupBuffer:
         given up and its other groups are FINISHED again."""
         group = self._active(group_id, GroupState.RUNNING, GroupState.FINISHED, GroupState.TAKEN)
         self._give_batch_up(group)
-        self._waiting[group_id] = None
         return self._move(group_id, GroupState.WAITING, attempt=group.attempt + 1, oldest=None)
 
     def drop(self, group_id: int, outcome: Outcome) -> None:
@@ -195,7 +190,7 @@ class GroupBuffer:
 
     def is_undecided(self, group_id: int) -> bool:
         """Whether a group that has ended is still to be decided. One that was lost after its decision is not."""
-        return self.time.waits(group_id) if self.limits.deterministic else group_id in self.undecided
+        return group_id in (self.time.ended if self.limits.deterministic else self.undecided)
 
     @property
     def batch(self) -> Batch | None:
@@ -213,8 +208,13 @@ class GroupBuffer:
             self._short = self.limits.groups_per_step - len(picked)
             self._anchor = next((group.group_id for group in self._unfinished()), None)
             return None
-        for group_id in picked:
-            self._check_age(self.groups[group_id])
+        for group in map(self.groups.__getitem__, picked):
+            age = 0 if group.oldest is None else self.trainer_version.step - group.oldest.step
+            if not 0 <= age <= self.limits.bound:
+                raise InvariantError(
+                    f"{group} has a token of {group.oldest} and would be trained by {self.trainer_version}, {age} "
+                    f"steps later; the bound is {self.limits.bound} ({self.limits.describe()})"
+                )
         for group_id in picked:
             self._move(group_id, GroupState.TAKEN)
         self.taken = picked
@@ -261,8 +261,6 @@ class GroupBuffer:
             version = group.min_version
             again = PolicyVersion(trainer.incarnation, version.step) if version.step >= trainer.step else version
             self._move(group_id, back.get(group.state, group.state), min_version=again)
-            if self.groups[group_id].state is GroupState.WAITING:
-                self._waiting[group_id] = None
 
     # How.
 
@@ -289,16 +287,6 @@ class GroupBuffer:
                 break
         return picked
 
-    def _check_age(self, group: Group) -> None:
-        if group.oldest is None:
-            return
-        age = self.trainer_version.step - group.oldest.step
-        if not 0 <= age <= self.limits.bound:
-            raise InvariantError(
-                f"{group} has a token of {group.oldest} and would be trained by {self.trainer_version}, {age} steps "
-                f"later; the bound is {self.limits.bound} ({self.limits.describe()})"
-            )
-
     def _active(self, group_id: int, *states: GroupState) -> Group:
         group = self.groups.get(group_id)
         if group is None:
@@ -309,8 +297,6 @@ class GroupBuffer:
 
     def _move(self, group_id: int, to: GroupState, *states: GroupState, **changes: Any) -> Group:
         group = self._active(group_id, *states)
-        if group.state is GroupState.WAITING:
-            del self._waiting[group_id]
         if group.state is not GroupState.WAITING and to is not GroupState.FINISHED:
             self._short = 0
         self.groups[group_id] = moved = replace(group, state=to, **changes)
@@ -325,7 +311,6 @@ class GroupBuffer:
     def _leave(self, group_id: int, outcome: Outcome) -> None:
         del self.groups[group_id]
         self._short = 0
-        self._waiting.pop(group_id, None)
         self.ended[outcome] += 1
         if outcome is not Outcome.TRAINED:
             del self.line[group_id]

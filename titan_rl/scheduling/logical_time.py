@@ -48,9 +48,6 @@ class LogicalTime:
                 "it cannot; a deterministic run cannot go on without it"
             )
 
-    def waits(self, group_id: int) -> bool:
-        return group_id in self.ended
-
     def decide(self) -> int | None:
         """Decide the next group, by id; None: it has not ended yet."""
         group_id = self.decided
