@@ -112,7 +112,6 @@ class SampleStore:
         self._held: dict[int, SampleRef] = {}
         self._in_file: Counter[str] = Counter()  # samples that are held
         self._nbytes = 0
-        self._files = 0
         self._next_id = 0
         self._closed = False
         self._directory, self._owner_pid, self._channel = directory, owner_pid, channel_of(name)
@@ -135,7 +134,7 @@ class SampleStore:
             )
         if not samples:
             return ()
-        path = str(segment_path(self._directory, self._owner_pid, self._channel, self._files))
+        path = str(segment_path(self._directory, self._owner_pid, self._channel, self._next_id))
         _write(path, content)
         refs: list[SampleRef] = []
         offset = 0
@@ -145,7 +144,6 @@ class SampleStore:
             )
             refs.append(ref)
             offset += ref.nbytes
-        self._files += 1
         self._next_id += len(refs)
         self._nbytes += len(content)
         self._in_file[path] = len(refs)
@@ -211,7 +209,6 @@ class SampleSource(Protocol):
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
         """The samples of a batch, in its order; those that it takes along as they are. Raises SampleError if one is
         missing or damaged."""
-        ...
 
 
 class SharedMemorySource:

@@ -195,17 +195,11 @@ class Dispatcher:
         request = self._attempts.get(attempt_id)
         if request is None:
             return None
-        if request.shown is not None and (shown := request.shown.whole) is not None:
-            abort, generator = FinishReason.ABORT, request.generator
-            cut = Completion(request_id=attempt_id, finish_reason=abort, generator=generator, **sampled_arrays(shown))
-            if (whole := self.completed(attempt_id, cut)) is not None:
-                return whole
-        else:
-            self._release(attempt_id)
-            if request.given_up:
-                del self._requests[request.original.request_id]
-                return stitch(request, None)
-            self._wait(request)
+        shown = request.shown.whole if request.shown is not None else None
+        kept, abort, generator = sampled_arrays(*[shown] if shown else []), FinishReason.ABORT, request.generator
+        cut = Completion(request_id=attempt_id, finish_reason=abort, generator=generator, **kept)
+        if (whole := self.completed(attempt_id, cut)) is not None:
+            return whole
         if died:
             request.deaths += (died,)
             if len(request.deaths) > self._retries:
