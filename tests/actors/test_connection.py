@@ -163,7 +163,7 @@ async def test_a_caller_that_is_cancelled_just_when_its_outcome_comes_is_cancell
     assert await ends_as_told(bounded(outcome, what="echo", seconds=SECONDS), lambda: outcome.set_result(1))
     call = connection.call(SECONDS, Echo.echo, 1)
     assert connection._link is not None
-    [(_, outcome)] = connection._link.open.values()
+    [outcome] = connection._link.open.values()
     assert await ends_as_told(call, lambda: outcome.set_result(1))
     await connection.close()
 

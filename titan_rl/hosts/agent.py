@@ -160,7 +160,7 @@ class HostAgent(ConnectedActor):
     async def begin(self, stage: Callable[[HostFacts], Stage]) -> Introduction:
         """Take up the duties. News is told to the client that calls this. `stage`: of the fork server, depending on the
         host."""
-        push, loop = caller().push, asyncio.get_running_loop()
+        push, loop = caller.get().push, asyncio.get_running_loop()
         try:
             lock = Path(tempfile.gettempdir(), "agent.lock")
             await lock_worker(lock, self._run, 1.5 * self._silent_seconds / LOOKS)

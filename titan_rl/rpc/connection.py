@@ -29,8 +29,7 @@ import pickle
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast
 
 import cloudpickle
 from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
@@ -159,7 +158,7 @@ class ConnectedActor(Actor):
         port, receiver = Channel[bytes].open()
         reply.send(cloudpickle.dumps(port))
         outcomes = Caller(reply.send)
-        _caller.set(outcomes)  # for the tasks below
+        caller.set(outcomes)  # for the tasks below
         with suppress(asyncio.CancelledError):  # the actor is being stopped
             while (calls := await recv(receiver)) is not None:
                 for number, name, arguments in calls:
@@ -182,12 +181,8 @@ class Caller(Outbox):
         self.put((None, _dumps(item)))
 
 
-_caller: ContextVar[Caller] = ContextVar("caller")
-
-
-def caller() -> Caller:
-    """The client whose call the running endpoint answers."""
-    return _caller.get()
+caller: ContextVar[Caller] = ContextVar("caller")
+"""The client whose call the running endpoint answers."""
 
 
 class Connection:
@@ -201,12 +196,9 @@ class Connection:
         on_push: Callable[[Any], None] = lambda item: None,
         on_lost: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """
-        Args:
-            what: name of a call in errors: a format string that takes the endpoint, such as `trainer.{} of rank 1`.
-            on_push: called with each item that an endpoint pushes; must not raise.
-            on_lost: called with the reason when the actor is gone. Calls made before that push nothing more.
-        """
+        """`what`: name of a call in errors: a format string that takes the endpoint, such as `trainer.{} of rank 1`.
+        `on_push`: called with each item that an endpoint pushes; must not raise. `on_lost`: called with the reason when
+        the actor is gone; calls made before that push nothing more."""
         self._actor = actor
         self._what = what
         self._on_push = on_push
@@ -221,23 +213,19 @@ class Connection:
         """Call an endpoint and return its result. The call is sent now, not at the first await: a caller that numbers
         its calls may be cancelled in between. Cancelling a call, or its time-out, does not stop it in the actor.
 
-        Args:
-            seconds: bound on the answer; None: only the end of the process bounds it.
-            endpoint: by its class, as in `Generator.sleep`. Any actor with an endpoint of that name answers.
+        `seconds`: bound on the answer; None: only the end of the process bounds it. `endpoint`: by its class, as in
+        `Generator.sleep`. Any actor with an endpoint of that name answers.
 
-        Raises:
-            TitanError: the endpoint raised one; it comes through as it is.
-            ActorGone: the process or actor is gone.
-            ActorFailed: the endpoint raised anything else.
-            CallTimeout: no answer came within `seconds`.
+        Raises ActorGone: the process or actor is gone; CallTimeout: no answer came within `seconds`; any TitanError
+        that the endpoint raised, as it is; ActorFailed: the endpoint raised anything else.
         """
         number, name = next(self._numbers), endpoint.answer.__name__
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if (link := self._put(number, name, args, kwargs)) is not None:
-            link.open[number] = (name, outcome)
+            link.open[number] = outcome
             outcome.add_done_callback(lambda _: link.open.pop(number))
         else:
-            outcome.set_exception(ActorGone(f"{self._what.format(name)}: {self._lost}"))
+            outcome.set_result(_Failed(ActorGone, f": {self._lost}"))
         return self._result(self._what.format(name), outcome, seconds)
 
     def tell(self, endpoint: RemoteMethod[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -298,23 +286,24 @@ class Connection:
             raise CallTimeout(f"{what}: no answer within {seconds:g} s") from error
         if isinstance(result, TitanError):
             raise result
-        if isinstance(result, _Raised):
-            raise ActorFailed(f"{what} {result.text}")
+        if isinstance(result, _Failed):
+            raise result.kind(f"{what}{result.text}")
         return result
 
     def received(self, link: _Link, number: int | None, pickled: bytes) -> None:
         """The outcome of a call, or (`number` None) an item that an endpoint pushes."""
         if number is None:
             item = pickle.loads(pickled)
-            if isinstance(item, (TitanError, _Raised)):
+            if isinstance(item, (TitanError, _Failed)):
                 raise ActorFailed(f"a call without an outcome failed: {item}")
             return self._on_push(item) if link is self._link else None
-        _, outcome = link.open.get(number, ("", None))
+        outcome = link.open.get(number)
         if outcome is not None and not outcome.done():
             try:
                 outcome.set_result(pickle.loads(pickled))
             except Exception as error:
-                outcome.set_result(_Raised(f"answered what cannot be unpickled: {type(error).__name__}: {error}"))
+                why = f" answered what cannot be unpickled: {type(error).__name__}: {error}"
+                outcome.set_result(_Failed(ActorFailed, why))
 
     def ended(self, link: _Link, reason: str) -> None:
         """The link has ended, or must. The next call opens a new one."""
@@ -322,10 +311,9 @@ class Connection:
             return
         self._link = None
         link.task.cancel()
-        for name, outcome in list(link.open.values()):
+        for outcome in list(link.open.values()):
             if not outcome.done():
-                outcome.set_exception(ActorGone(f"{self._what.format(name)}: {reason}"))
-                outcome.exception()  # marked as retrieved: its caller may have gone away
+                outcome.set_result(_Failed(ActorGone, f": {reason}"))
         self._on_lost(reason)
 
 
@@ -334,7 +322,7 @@ class _Link:
 
     def __init__(self, connection: Connection, actor: Any) -> None:
         self.outbox = Outbox()
-        self.open: dict[int, tuple[str, asyncio.Future[Any]]] = {}  # with the endpoint's name
+        self.open: dict[int, asyncio.Future[Any]] = {}
         self._connection = connection
         self.task = asyncio.get_running_loop().create_task(self._connect(actor))
 
@@ -345,7 +333,8 @@ class _Link:
             call = actor.connect.call_one(cloudpickle.dumps(port))
             async with asyncio.TaskGroup() as tasks:
                 receiving = tasks.create_task(self._receive(receiver))
-                tasks.create_task(_until_ended(call)).add_done_callback(lambda _: receiving.cancel())
+                await call
+                receiving.cancel()
         except* SupervisionError as group:
             reason = _gone(group.exceptions[0])
         except* Exception as group:
@@ -360,11 +349,12 @@ class _Link:
                 self._connection.received(self, number, pickled)
 
 
-@dataclass(frozen=True, slots=True)
-class _Raised:
+class _Failed(NamedTuple):
     """The outcome of a call that failed with an error which is not a `TitanError`."""
 
+    kind: type[TitanError]
     text: str
+    """Behind the call's name."""
 
 
 async def _answer(actor: Actor, number: int | None, name: str, arguments: bytes, outcomes: Outbox) -> None:
@@ -380,10 +370,6 @@ async def _answer(actor: Actor, number: int | None, name: str, arguments: bytes,
         outcome = _dumps(error)
     except BaseException as error:  # a cancellation, too: if it escaped, the caller would wait for ever
         _log.exception("%s.%s raised", type(actor).__name__, name)
-        outcome = _dumps(_Raised(f"raised {type(error).__name__}: {error}"))
+        outcome = _dumps(_Failed(ActorFailed, f" raised {type(error).__name__}: {error}"))
     if failed or number is not None:
         outcomes.put((number, outcome))
-
-
-async def _until_ended(call: Any) -> None:
-    await call  # create_task does not accept a Monarch future

@@ -39,20 +39,14 @@ class MeshClient:
     def __init__(
         self, name: str, actors: Sequence[Any] = (), *, start_seconds: float | None = None, is_replaced: bool = True
     ) -> None:
-        """
-        Args:
-            name: of the mesh, for errors.
-            actors: handle of each rank; empty: `replace` brings them.
-            start_seconds: bound on `setup`.
-            is_replaced: somebody replaces the actors that are gone, or ends who waits for that.
-        """
+        """`name`: of the mesh. `actors`: handle of each rank; empty: `replace` brings them. `start_seconds`: bound on
+        `setup`. `is_replaced`: somebody replaces the actors that are gone, or ends who waits for that."""
         self.name = name
         self.actor: Any = None
         """Handle of rank 0, for those who call the mesh."""
         self.ranks: list[Connection] = []
         self.has_worked: bool | None = None
-        """Whether these actors have done their work once: if they die now, that is no failed start. None: it cannot be
-        known, and the time that they were up decides."""
+        """Whether these actors have worked: their death is no failed start then. None: the time until it decides."""
         self.files_left = ""
         """Channel of the shared memory that the last mesh left. Whoever has ended its processes removes the files."""
         self.pulses: list[Pulse] = []
@@ -71,16 +65,9 @@ class MeshClient:
             for connection, actor in zip(self.ranks, actors, strict=True):
                 connection.replace(actor)
         else:
-            of_rank = len(actors) > 1
-            self.ranks = [
-                Connection(
-                    actor,
-                    what=f"{self.name}.{{}} of rank {rank}" if of_rank else f"{self.name}.{{}}",
-                    on_push=self._on_push,
-                    on_lost=self._on_lost,
-                )
-                for rank, actor in enumerate(actors)
-            ]
+            for rank, actor in enumerate(actors):
+                what = f"{self.name}.{{}} of rank {rank}" if len(actors) > 1 else f"{self.name}.{{}}"
+                self.ranks.append(Connection(actor, what=what, on_push=self._on_push, on_lost=self._on_lost))
         self._retry_now()
 
     def lose(self, reason: str) -> None:

@@ -41,9 +41,7 @@ _log = logging.getLogger(__name__)
 Failures = Sequence[tuple[str, TitanError]]
 """(request id, why)."""
 
-
 _ARRAYS = {GenerationRequest: PROMPT_ARRAYS, Completion: SAMPLED_ARRAYS, Piece: SAMPLED_ARRAYS}
-
 _COLUMNS: dict[type, list[str]] = {
     kind: [name for name in kind.__dataclass_fields__ if name not in arrays]  # type: ignore[attr-defined]
     for kind, arrays in _ARRAYS.items()
@@ -145,10 +143,9 @@ class RequestServer(ConnectedActor):
 
     @endpoint
     async def generate_many(self, requests: Packed[GenerationRequest], who: str = "") -> None:
-        """Complete these requests; answers are pushed to the caller as they finish. A request whose id is in use is
-        refused. A message that raises fails its own requests and no others. `who`: name of the client's mesh, for
-        `client_lost`."""
-        client = caller()
+        """Complete these requests; answers are pushed to the caller as they finish. One whose id is in use is refused.
+        A message that raises fails its own requests alone. `who`: the client's mesh, for `client_lost`."""
+        client = caller.get()
         client.who = who
         accepted: list[GenerationRequest] = []
         refused: list[tuple[str, TitanError]] = []
@@ -238,12 +235,10 @@ def is_gone(error: TitanError) -> bool:
 
 
 class RequestClient(MeshClient):
-    """Sends requests to one server. A subclass implements `answered` and `sampled`, which are called on the event loop
-    and must not raise."""
+    """Sends requests to one server. `answered` and `sampled` of a subclass run on the loop and must not raise."""
 
     def __init__(self, server: Any, *, name: str, who: str = "", is_replaced: bool = False) -> None:
-        """`server`: handle of a `RequestServer`; None: `replace` brings it. `who`: name of the mesh of this client, for
-        `client_lost`."""
+        """`server`: of a `RequestServer`; None: `replace` brings it. `who`: this client's mesh, for `client_lost`."""
         super().__init__(name, [] if server is None else [server], is_replaced=is_replaced)
         self._who = who
         self._open: set[str] = set()  # requests that are not answered yet, aborted or not
