@@ -10,8 +10,7 @@ from titan_rl.errors import ConfigError
 
 
 def make_renderer(name: str, model_path: str | Path, settings: Mapping[str, Any] | None = None) -> Renderer:
-    """The renderer that `rollout.renderer` names, for the tokenizer in `model_path`. Raises ConfigError: there is no
-    tokenizer, or no such renderer."""
+    """What `rollout.renderer` names, for the tokenizer in `model_path`. Raises ConfigError: one of them is missing."""
     if name == "auto":
         directory = Path(model_path)
         template = read_json(directory / "tokenizer_config.json").get("chat_template")

@@ -1,7 +1,6 @@
 """Chat formats, by the library `renderers`. `renderer` says what holds for every renderer.
 
-Only `transformers_tokenizer` imports transformers: for models that the library does not know, whose chat template has
-to be run.
+Only `transformers_tokenizer` imports transformers, to run the chat template of models that the library does not know.
 """
 
 import json
@@ -18,15 +17,11 @@ from titan_rl.types import FinishReason, Message, ToolCall, ToolSpec
 
 CHAT_RENDERERS = {"qwen3": "qwen3"}
 """`model_type` of a checkpoint → renderer of the library. Other models run the tokenizer's chat template."""
-
-
 CALL_TOKENS = {"qwen3": ("<tool_call>", "</tool_call>")}
 """Renderer → the tokens around a call of its format, which is that of Qwen3."""
 THINK_TOKENS = ("<think>", "</think>")
 MOST_SPACES = 2
 """In a row in constrained JSON: a policy that has not learned otherwise would write nothing else."""
-
-
 _OWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTE_OF = {chr(byte): byte for byte in _OWN}
 """Which byte a character stands for in the vocabularies of byte-level tokenizers."""
@@ -61,11 +56,8 @@ class ChatRenderer:
 
     def render(self, messages: Messages, tools: Tools = (), *, add_generation_prompt: bool = True) -> list[int]:
         with _writing():
-            return list(
-                self._renderer.render_ids(
-                    as_dicts(messages), tools=_declared(tools) or None, add_generation_prompt=add_generation_prompt
-                )
-            )
+            dicts, declared = as_dicts(messages), _declared(tools)
+            return list(self._renderer.render_ids(dicts, tools=declared, add_generation_prompt=add_generation_prompt))
 
     def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
         stopped = bool(completion) and completion[-1] in self.stop_token_ids
@@ -73,9 +65,8 @@ class ChatRenderer:
         for sampled in (completion, completion[:-1]) if stopped else (completion,):
             before = [*prompt, *sampled]
             with _writing():
-                rendered = self._renderer.bridge_to_next_turn(
-                    list(prompt), list(sampled), as_dicts(messages), tools=_declared(tools) or None
-                )
+                dicts, declared = as_dicts(messages), _declared(tools)
+                rendered = self._renderer.bridge_to_next_turn(list(prompt), list(sampled), dicts, tools=declared)
             if rendered is not None and rendered.token_ids[: len(before)] == before:
                 return list(rendered.token_ids[len(before) :])
         raise TaskError(
@@ -86,9 +77,8 @@ class ChatRenderer:
     def parse(
         self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
     ) -> Message:
-        parsed = self._renderer.parse_response(
-            list(completion), tools=_declared(tools) or None, prompt_ids=[int(token_id) for token_id in prompt]
-        )
+        asked = [int(token_id) for token_id in prompt]
+        parsed = self._renderer.parse_response(list(completion), tools=_declared(tools), prompt_ids=asked)
         calls = tuple(map(_tool_call, parsed.tool_calls))
         content = parsed.content if tools else parsed.content + "".join(call.raw for call in parsed.tool_calls)
         return Message("assistant", content, calls if tools else (), reasoning=parsed.reasoning_content or "")
@@ -132,8 +122,7 @@ class ChatRenderer:
         return list(self._tokenizer.convert_tokens_to_ids(tokens))
 
     def _calls(self, form: AnswerForm, *, text: bool) -> dict[str, Any]:
-        """At least one call, or with `text` any text and calls. Their marks are single tokens: spelled by others they
-        would be read as text."""
+        """At least one call, or with `text` any text and calls. Marks are single tokens: others would spell text."""
         marks = self._ids(CALL_TOKENS[self._name])
         tags = [
             _between(
@@ -222,8 +211,8 @@ def _between(marks: Sequence[int], content: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def _declared(tools: Tools) -> list[dict[str, Any]]:
-    return [tool._asdict() for tool in tools]
+def _declared(tools: Tools) -> list[dict[str, Any]] | None:
+    return [tool._asdict() for tool in tools] or None
 
 
 def _tool_call(parsed: Any) -> ToolCall:
@@ -244,23 +233,18 @@ class PlainTokenizer:
 
     def __init__(self, model_path: str | Path):
         self._tokenizer = load_tokenizer(model_path)
+        self.get_vocab, self.convert_ids_to_tokens = self._tokenizer.get_vocab, self._tokenizer.id_to_token
         self.name_or_path = str(model_path)
         self.eos_token_id = next(iter(read_stop_token_ids(Path(model_path), self.get_vocab())), None)
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
-    def get_vocab(self) -> dict[str, int]:
-        return self._tokenizer.get_vocab(with_added_tokens=True)
-
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def convert_ids_to_tokens(self, token_id: int) -> str:
-        return self._tokenizer.id_to_token(token_id)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
         if isinstance(tokens, str):

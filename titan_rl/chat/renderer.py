@@ -77,8 +77,7 @@ class Renderer(Protocol):
         TaskError: the message cannot be written in this tokenizer."""
 
     def constraint(self, form: AnswerForm) -> str:
-        """As `SamplingParams.constraint` has it. Raises TaskError: turns of this format cannot be constrained so, which
-        those of most cannot."""
+        """As `SamplingParams.constraint` has it. Raises TaskError: this format, as most, cannot be constrained so."""
         if form.must_call or form.schema is not None:
             raise TaskError(f"the answers of a {type(self).__name__} cannot be constrained")
         return ""

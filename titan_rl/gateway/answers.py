@@ -1,12 +1,9 @@
 """Answers over HTTP, in any dialect: a body, or a stream of events.
 
-- The events of an answer, put together, are the answer that a client gets that does not stream. Only text behind a call
-  stands before it there.
+- The events of an answer, put together, are its body, in which only text behind a call stands before that.
 - The first event waits for the first token, so a failure until then has a status of its own.
 - A stream that has begun ends with its error as an event.
 """
-
-from __future__ import annotations
 
 import asyncio
 import json
@@ -16,7 +13,7 @@ from contextlib import aclosing
 from typing import Any, ClassVar, TypeVar
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from titan_rl.errors import TitanError
@@ -62,8 +59,7 @@ class PartedAnswer(Answer):
     """What the last part is, while it grows."""
 
     def steps(self, delta: Delta) -> Iterator[tuple[str, Any]]:
-        """What a delta does to the parts: ("begin", "thinking" or "text"), ("write", more of it), ("end", what was
-        begun), ("call", a call)."""
+        """What it does to the parts: ("begin", "thinking" or "text"), ("write", more), ("end", which), ("call", it)."""
         parts = [("thinking", delta.reasoning)] if self.shows_thinking and delta.reasoning else []
         said = delta.choice.message if delta.choice is not None else None
         empty = said is not None and not (said.content or said.tool_calls)  # then clients expect an empty text
@@ -84,7 +80,7 @@ async def respond(sampler: Sampler, answer: Answer, request: Request, model: str
     sampler.policy.check_name(model)
     caller = request.scope[CALLER]
     if stream:
-        return EventStream(_events(sampler, answer, caller))
+        return EventStream(_events(sampler, answer, caller), headers={"Cache-Control": "no-cache"})
     return await _written(lambda deltas: JsonResponse(answer.whole(deltas)), await sampler.whole(answer.call, caller))
 
 
@@ -122,18 +118,14 @@ class JsonResponse(JSONResponse):
         return to_json(content)
 
 
-class EventStream(Response):
-    """Server-sent events. However the response ends, `events` is closed, and with it the engine work behind it."""
+class EventStream(StreamingResponse):
+    """Server-sent events. However the response ends, its iterator is closed, and with it the engine work behind it."""
 
     media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self._events = events
+    body_iterator: AsyncGenerator[bytes, None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events) as events:
+        async with aclosing(self.body_iterator) as events:
             body = await anext(events)  # what fails before it is answered with a status of its own
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": body, "more_body": True})

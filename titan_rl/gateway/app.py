@@ -2,8 +2,7 @@
 
     key → caller → body → call (dialect) → prompts → engines → choices (sampling) → body or events (dialect)
 
-- A call ends its engine work: answered, refused, failed, or aborted because its client hung up. It is cancelled then,
-  whatever it waits for.
+- A call ends its engine work: answered, refused, failed, or cancelled, whatever it waits for, as its client hung up.
 """
 
 import asyncio
@@ -16,6 +15,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.datastructures import Headers, QueryParams
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -34,15 +34,13 @@ from titan_rl.gateway.sampling import GatewayMetrics, Sampler
 from titan_rl.metrics.activity import activity
 from titan_rl.one_line import one_line
 
-PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 BACKLOG = 2048
 IDLE_SECONDS = 75
 """A connection without a call stays open so long: agents think, and run tools, between two calls."""
 CLOSE_SECONDS = 1
 """Calls that are open when the server is closed may take so long to finish; then they are cut off and aborted."""
 HEAD_SECONDS = 10
-"""A connection may take so long to send the head of a call, from its opening or from the head's first byte. Then it is
-cut off."""
+"""A connection that takes longer to send the head of a call, from its opening or the head's first byte, is cut off."""
 BODY_SECONDS = 120
 """A call may take so long to send its body; then it is answered 408."""
 STALLED_SECONDS = 120
@@ -98,7 +96,7 @@ def build_app(config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, keys: A
         """Counters and gauges for Prometheus."""
         async with cancelled_by(request.scope[CALLER].ended):
             members = await fleet.fleet_status()
-        return Response(metrics.exposition(members), media_type=PROMETHEUS_TEXT)
+        return Response(metrics.exposition(members), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     async def refused(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):
@@ -141,8 +139,7 @@ class GatewayServer:
     """Runs in the event loop in which it is made, from then on."""
 
     def __init__(self, config: GatewayConfig, fleet: Fleet, policy: ServedPolicy, *, run_seed: int) -> None:
-        """`run_seed`: the run's seed; only rollouts sample by it. Raises ConfigError: the address cannot be listened
-        on."""
+        """`run_seed`: only rollouts sample by it. Raises ConfigError: the address cannot be listened on."""
         listener = listen(config.host, config.port, backlog=BACKLOG)
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -251,9 +248,6 @@ class CallMiddleware:
     max_body_bytes: int
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
         status = CLIENT_GONE
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if HARMLESS_ID.fullmatch(given) else uuid.uuid4().hex

@@ -107,7 +107,6 @@ class ApiKeys:
     """One key for everybody, or none."""
 
     def __init__(self, policy: ServedPolicy, api_key: str = "") -> None:
-        """Must be made within a loop. With an empty key none is asked for."""
         self.anybody = Caller(policy)
         """The caller of paths that need no key."""
         self._key = api_key.encode()
@@ -186,7 +185,6 @@ class RolloutCaller(Caller):
         self._quiet_since = self._loop.time()
 
     async def idle(self, seconds: float) -> None:
-        """Return once no call has been open for `seconds`, or when the rollout is closed."""
         while not self.ended.done():
             await self._quiet.wait()
             left = self._quiet_since + seconds - self._loop.time()

@@ -56,8 +56,6 @@ class Chat(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionCall:
-    """A client's call, in any dialect."""
-
     id: str
     """Never used before; the ids of its requests begin with it."""
     prompts: Sequence[Chat | str | list[int]]
@@ -89,8 +87,7 @@ class CompletionCall:
     """Tokens of every prompt once, and of every choice that was answered so far."""
 
     def sampling(self, lengths: Sequence[int], policy: ServedPolicy) -> list[SamplingParams]:
-        """How the client wants prompts of so many tokens to be completed. Raises TaskError: no answer can be held to
-        the form."""
+        """How prompts of so many tokens are to be completed. Raises TaskError: no answer can be held to the form."""
         constraint = policy.renderer.constraint(self.answer) if self.answer is not None else ""
         ends = {"stop_token_ids": self.stop_tokens(policy.renderer), "constraint": constraint, **self.drawing}
         ends |= {"top_logprobs": self.logprobs or 0, "prompt_logprobs": self.echo and self.logprobs is not None}
@@ -99,8 +96,7 @@ class CompletionCall:
         return [SamplingParams(max_new_tokens=max(each, 1), **ends) for each in most]
 
     def stop_tokens(self, renderer: Renderer) -> tuple[int, ...]:
-        """Tokens at which the engine itself ends a completion: also of each stop text that is one token. Other stop
-        texts are looked for in what was sampled."""
+        """Those at which the engine itself ends, also of stop texts of one token. Others are looked for afterwards."""
         stops = [*(() if self.ignore_eos else renderer.stop_token_ids), *self.stop_token_ids]
         for text in self.stop if self.answer is None else ():  # a constraint may be closed only by the policy's own
             try:
@@ -196,14 +192,13 @@ class Fleet(Protocol):
     """The generators behind the gateway."""
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        """One completion. Cancelling the call aborts the engine's work. Raises RequestError: the request is invalid;
-        TitanError: nobody can serve it."""
+        """Cancelling it aborts the engine's work. Raises RequestError: it is invalid; TitanError: none can serve it."""
 
     async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
         """The same; before, `on_piece` is called with its tokens in pieces, as they are sampled. It must not raise."""
 
     async def fleet_status(self) -> Sequence[GeneratorStatus]:
-        """Every generator. Raises TitanError when the router does not answer."""
+        """Raises TitanError when the router does not answer."""
 
 
 @dataclass(eq=False)

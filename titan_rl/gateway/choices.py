@@ -25,7 +25,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, repeat
 from typing import Any, NamedTuple
@@ -65,6 +65,7 @@ class News(NamedTuple):
     calls: tuple[ToolCall, ...] = ()
 
 
+@dataclass(eq=False)
 class StreamedText:
     """The text of one choice: what is sure of it, and how much of that was sent.
 
@@ -72,30 +73,24 @@ class StreamedText:
                                  ^begin    ^sent: white space and the beginning of a mark are held back
     """
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        *,
-        stops: Sequence[str] = (),
-        parse: Callable[[Sequence[int], Sequence[int]], Message] | None = None,
-        thought_end: Sequence[int] = (),
-        tools: Sequence[str] = (),
-    ) -> None:
-        """`stops`: texts that end the completion. `parse`: of a chat, how a turn of these tokens, and others that end
-        its thought, reads that was cut off here; None: all text is content. `thought_end`: the tokens of `</think>`;
-        empty: thoughts and calls are not read before the end. `tools`: those that the policy may call."""
-        self._decode = decode
-        self._stops = stops
-        self._parse = parse
-        self._thought_end = thought_end
-        self._tools = tools
+    decode: Callable[[Sequence[int]], str]
+    stops: Sequence[str] = ()
+    """Texts that end the completion."""
+    parse: Callable[[Sequence[int], Sequence[int]], Message] | None = None
+    """Of a chat: how a turn reads that is cut off behind these tokens and those that end its thought. None: as text."""
+    thought_end: Sequence[int] = ()
+    """The tokens of `</think>`; empty: thoughts and calls are not read before the end."""
+    tools: Sequence[str] = ()
+    """Those that the policy may call."""
+
+    def __post_init__(self) -> None:
         self.tokens: list[int] = []
         self.sure = ""
         """Text that later tokens cannot change."""
         self._context, self._decoded = 0, 0
         # The tokens up to `_decoded` are in `sure`. Those from `_context` on are decoded again with the new ones, which
         # are then not at a text's beginning.
-        self._begin: int | None = 0 if parse is None else None  # where in `sure` the content begins, once it does
+        self._begin: int | None = 0 if self.parse is None else None  # where in `sure` the content begins, once it does
         self._sent = 0  # up to where in `sure` it was sent
         self._thought: int | None = None  # where in `sure` a thought begins that goes on
         self._reasoning = ""  # that was sent
@@ -110,11 +105,15 @@ class StreamedText:
         if self.ended:
             return News()
         before = len(self.sure)
-        self._extend(tokens)
+        self.tokens += tokens
+        unsure = self._unsure()
+        if unsure and not unsure.endswith(HALF):
+            self.sure += unsure
+            self._context, self._decoded = self._decoded, len(self.tokens)
         end = self._before_stop(before)
         if self.ended:  # all that is left is read of the whole turn
             return News()
-        if self._parse is None:
+        if self.parse is None:
             return News(self._send(end))
         reasoning, calls = "", self._new_calls(before)
         begin = self._begin
@@ -125,7 +124,7 @@ class StreamedText:
         if begin is None or end <= begin:
             return News("", reasoning, calls)
         if self._begin is None:
-            if _may_be_call(self.sure[begin:end], self._tools):
+            if _may_be_call(self.sure[begin:end], self.tools):
                 return News("", reasoning, calls)
             self._begin = self._sent = begin  # for good: what was sent is not taken back
         return News(self._send(end), reasoning, calls)
@@ -139,26 +138,18 @@ class StreamedText:
             raise ApiError(500, "the complete turn reads otherwise than what was streamed of it", code="internal_error")
         return News(said.content[len(sent) :], said.reasoning[len(self._reasoning) :], said.tool_calls[calls:])
 
-    def _extend(self, tokens: Sequence[int]) -> None:
-        self.tokens += tokens
-        unsure = self._unsure()
-        if unsure and not unsure.endswith(HALF):
-            self.sure += unsure
-            self._context, self._decoded = self._decoded, len(self.tokens)
-
     def _unsure(self) -> str:
-        known = self._decode(self.tokens[self._context : self._decoded])
-        return self._decode(self.tokens[self._context :])[len(known) :]
+        known = self.decode(self.tokens[self._context : self._decoded])
+        return self.decode(self.tokens[self._context :])[len(known) :]
 
     def _send(self, end: int) -> str:
         start, self._sent = self._sent, max(self._sent, end)
         return self.sure[start:end]
 
     def _before_stop(self, searched: int) -> int:
-        """Length of the text before the first stop text, or before what may be the beginning of one. `searched`
-        characters were searched before."""
+        """Length of the text before a stop text, or what may be the beginning of one. `searched`: characters before."""
         text, end = self.sure, len(self.sure)
-        for stop in self._stops:
+        for stop in self.stops:
             found = text.find(stop, max(0, searched - len(stop)))
             if found >= 0:
                 self.ended = True
@@ -170,19 +161,19 @@ class StreamedText:
     def _find_content(self, before: int, end: int) -> tuple[int | None, str]:
         """Where the content begins, as the renderer parses the turn so far, and what is new of the thought before it.
         None: nowhere yet, or it is not the time to parse, or a call has begun before it."""
-        assert self._parse is not None
+        assert self.parse is not None
         count, begin = len(self.tokens), None
         if any(mark in self.sure[before:] for mark in ">]"):
             self._near = max(self._near, count + PARSE_NEAR)
         if count <= self._near or count >= self._parsed * 17 // 16:
             self._parsed = count
-            said = self._parse(self.tokens, ())
+            said = self.parse(self.tokens, ())
             begin = self._tail(said.content)
             if begin is not None and said.reasoning.startswith(self._reasoning):
                 new, self._reasoning = said.reasoning[len(self._reasoning) :], said.reasoning
                 return begin, new
-            if self._thought is None and said.reasoning and self._thought_end:
-                said = self._parse(self.tokens, self._thought_end)
+            if self._thought is None and said.reasoning and self.thought_end:
+                said = self.parse(self.tokens, self.thought_end)
                 self._thought = None if said.content else self._tail(said.reasoning)
         if self._thought is None:
             return begin, ""
@@ -202,13 +193,13 @@ class StreamedText:
 
     def _new_calls(self, before: int) -> tuple[ToolCall, ...]:
         """Calls that were closed, and are certain. Each format has marks of its own, and any may close one."""
-        if not (self._tools and self._thought_end):
+        if not (self.tools and self.thought_end):
             return ()
-        assert self._parse is not None
+        assert self.parse is not None
         marks = _MARK.finditer(self.sure, max(0, before - LONGEST_MARK - 2))
         if not any(mark.end() > before and mark["think"] is None for mark in marks):
             return ()
-        now, later = (_readable(self._parse(self.tokens, end)) for end in ((), self._thought_end))
+        now, later = (_readable(self.parse(self.tokens, end)) for end in ((), self.thought_end))
         sent = len(self._calls)
         if now != later or now[:sent] != self._calls:
             return ()
@@ -285,8 +276,7 @@ class ChoiceReader:
         return delta
 
     def finish(self, completion: Completion) -> Delta:
-        """The last delta, with the complete choice. Raises ApiError: the complete answer does not begin with the text
-        that was sent."""
+        """The last delta, with the complete choice. Raises ApiError: it does not begin with the text that was sent."""
         choice = self.read(completion)
         news, calls = self._text.rest(choice.message), self._named(choice.message.tool_calls)
         sent = self._pieces[self._sent - 1].end if self._sent else 0

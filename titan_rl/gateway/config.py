@@ -59,8 +59,7 @@ _REMEDIES = {
 
 
 def listen(host: str, port: int, *, backlog: int = 1) -> socket.socket:
-    """A socket that listens there; port 0: on any free one. Raises ConfigError: the address cannot be listened on; says
-    why."""
+    """A socket that listens there; port 0: on any free one. Raises ConfigError, which says why it cannot listen."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         both = family == socket.AF_INET6

@@ -1,8 +1,4 @@
-"""OpenAI's chat and text completions: a body in, a body or a stream of chunks out. A stream ends with `[DONE]`,
-whatever happens to it.
-"""
-
-from __future__ import annotations
+"""OpenAI's chat and text completions: a body in, a body or a stream of chunks out. Any stream ends with `[DONE]`."""
 
 import codecs
 import json
@@ -154,13 +150,10 @@ class ChatAnswer(OpenAIAnswer):
             parts.append({"tool_calls": [{"index": place, "function": {"arguments": json.dumps(call.arguments)}}]})
         if delta.choice is not None and (parts[0] or delta.tokens):
             parts.append({})
-        for part in parts[:-1]:
-            yield self._chunk(replace(delta, choice=None), part)
+        for place, part in enumerate(parts, 1):
+            told = delta if place == len(parts) else replace(delta, choice=None)
+            yield self.chunk([self._choice_json(told, {"delta": part}, self._logprobs(told))])
             delta = replace(delta, tokens=[], logprobs=[])
-        yield self._chunk(delta, parts[-1])
-
-    def _chunk(self, delta: Delta, content: Json) -> Json:
-        return self.chunk([self._choice_json(delta, {"delta": content}, self._logprobs(delta))])
 
     def _content(self, delta: Delta) -> Json:
         content: Json = {"role": "assistant", "content": ""} if delta.first else {}

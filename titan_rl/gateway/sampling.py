@@ -1,8 +1,7 @@
 """Samples a call's completions with the engines and turns them into choices for its client.
 
 - Every request has an id of its own, and is sent once.
-- Nothing bounds the time of an answer but its tokens. A dead fleet fails its requests, and a client that
-  has waited long enough hangs up.
+- Nothing bounds the time of an answer but its tokens. A dead fleet fails its requests, and a client may hang up.
 - What tokenizes is done one after the other: what may take long in a thread, because it must not hold up the answers of
   other calls, and the rest on the loop, because a thread costs more than a token.
 """
@@ -50,8 +49,7 @@ class Sampler:
         return len((await self._jobs.run(functools.partial(caller.prompt, chat))).token_ids)
 
     async def whole(self, call: CompletionCall, caller: Caller) -> list[Delta]:
-        """Every choice, in one delta, once all are sampled. Raises ApiError, TitanError: the call is refused, or
-        failed."""
+        """Every choice, in one delta, once all are sampled. Raises ApiError, TitanError: it is refused, or failed."""
         async with self._sampled(call, caller, stream=False) as (readers, sampled):
             completions = {index: each async for index, each in sampled if isinstance(each, Completion)}
             ends = [completions[index] for index in range(len(readers))]
