@@ -27,7 +27,6 @@ class RouterDriver(RouterBooks):
     def arrive(self, requests: Iterable[GenerationRequest]) -> None:
         entering: list[GenerationRequest] = []
         for asked in requests:
-            assert self.dispatcher.refusal(asked) is None
             self.callers[asked.request_id] = Caller(asked, WAITING)
             entering.append(asked)
         homes = self.homes()

@@ -257,9 +257,11 @@ def test_a_stitched_completion_says_how_it_came_about() -> None:
 )
 def test_options_that_depend_on_past_output_are_refused_where_completions_are_resumed(option: dict[str, Any]) -> None:
     asked = replace(request("r0"), sampling=SamplingParams(max_new_tokens=5, **option))
-    refusal = serving(RoundRobin(), 1)[1].refusal(asked)
-    assert refusal is not None and "router.resume = false" in str(refusal)
-    assert serving(RoundRobin(), 1, resume=False)[1].refusal(asked) is None
+    resuming, other = serving(RoundRobin(), 1)[1], serving(RoundRobin(), 1, resume=False)[1]
+    assert not resuming.submit([asked]) and other.submit([asked])
+    ((request_id, refusal),) = resuming.failures()
+    assert request_id == "r0" and isinstance(refusal, RequestError) and "router.resume = false" in str(refusal)
+    assert resuming.waiting == 0 and not other.failures()
 
 
 class Choosy(RoundRobin):

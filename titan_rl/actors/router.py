@@ -1,7 +1,6 @@
 """`GeneratorRouter`: the one actor in front of all generators.
 
-A thin shell: `Dispatcher` decides which generator serves which request, `Fleet` who is there, and `WeightSync` changes
-the weights.
+A thin shell: `Dispatcher` decides which generator serves what, `Fleet` who is there, `WeightSync` changes the weights.
 
 - Every accepted request is answered once: whole, stitched from several attempts, interrupted, or failed with the cause.
   If a generator dies or goes stale, its requests continue on another one from the tokens they have. When all are dead,
@@ -78,15 +77,7 @@ class GeneratorRouter(RequestServer):
             self.answer([outcome])
 
     def _accept(self, requests: Sequence[GenerationRequest]) -> None:
-        accepted: list[GenerationRequest] = []
-        refused: list[tuple[str, TitanError]] = []
-        for request in requests:
-            if (why := self.dispatcher.refusal(request)) is None:
-                accepted.append(request)
-            else:
-                refused.append((request.request_id, why))
-        self.answer([], refused)
-        self._send(self.dispatcher.submit(accepted))
+        self._send(self.dispatcher.submit(requests))
         if self.dispatcher.waiting and len(self._sync.plan.wanted) > 1:
             self.advance()  # a generator that has nothing to do may serve another one
 
@@ -107,19 +98,17 @@ class GeneratorRouter(RequestServer):
         self.send_pieces([shown for piece in pieces if (shown := self.dispatcher.shown(piece)) is not None])
 
     def route(self, generator: RoutedGenerator, completions: Packed[Completion], failures: Failures) -> None:
-        """Route the answers of one message from a generator, or the failures after its death. A completion that needs
-        no other attempt goes on as it is."""
+        """Route a generator's answers, or failures after its death. What needs no other attempt goes on as it is."""
         status = generator.status
         whole: list[int] = []
         parts: list[int] = []
         ends = zip(completions.request_ids, completions.column("finish_reason"), strict=True)
         for place, (attempt_id, reason) in enumerate(ends):
             (whole if self.dispatcher.ended_whole(attempt_id, reason) else parts).append(place)
-        answers: list[Completion] = []
+        ended = completions.select(parts).unpack() if parts else ()
+        wholes = (self.dispatcher.completed(part.request_id, part) for part in ended)
+        answers = [answer for answer in wholes if answer is not None]
         errors: list[tuple[str, TitanError]] = []
-        for part in completions.select(parts).unpack() if parts else ():
-            if (answer := self.dispatcher.completed(part.request_id, part)) is not None:
-                answers.append(answer)
         for attempt_id, error in failures:
             if isinstance(error, RequestError):  # the client's fault
                 if (request_id := self.dispatcher.ended(attempt_id)) is not None:
@@ -157,7 +146,7 @@ class GeneratorRouter(RequestServer):
         """Returns also when nobody will serve `version`."""
         self._sync.want(wanted)
         self.advance()
-        await self.until(lambda: self._sync.is_settled(version))
+        await self.until(lambda: self._sync.plan.settled(version))
         return self._sync.report(version)
 
     @endpoint
@@ -188,8 +177,7 @@ class GeneratorRouter(RequestServer):
 
     @endpoint
     async def generator_joined(self, name: str, rank0: Any) -> None:
-        """A generator is set up, maybe in the place of a dead one of its name. It pulls, is verified, and serves; this
-        call does not wait for that."""
+        """A generator is set up, maybe in the place of a dead one of its name. It will pull, be verified, and serve."""
         self._lost(name, "it was replaced")
         self._join(name, rank0)
         self.advance()

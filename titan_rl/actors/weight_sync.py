@@ -65,8 +65,6 @@ class RoutedGenerator(RequestClient):
 
 
 class WeightSync:
-    """Of one router."""
-
     def __init__(self, router: Router) -> None:
         self._router = router
         self._config = config = router.config
@@ -84,19 +82,14 @@ class WeightSync:
             self.plan.served |= self._publications.keys()
 
     def begin(self) -> None:
-        """Begin the changes of weights that can begin."""
         for name in self.plan.begin(self._dispatcher):
             generator = self._generators[name]
             generator.sync = asyncio.get_running_loop().create_task(self._change(generator))
             generator.sync.add_done_callback(self._ended)
 
-    def is_settled(self, version: PolicyVersion) -> bool:
-        """Whether the version is served or lost, and nobody is on the way to it."""
-        return self.plan.settled(self._counted(version))
-
     def report(self, version: PolicyVersion) -> FleetPull:
         """Who serves the version, and why others serve nothing."""
-        version = self._counted(version)
+        version = self.plan.counted(version)
         serving, failures = [], {}
         for health in self._fleet:
             if not health.phase.serves:
@@ -119,16 +112,10 @@ class WeightSync:
         return health.version
 
     async def stop(self) -> None:
-        """Cancel the changes that are under way."""
         tasks = [generator.sync for generator in self._generators.values() if generator.sync is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _counted(self, version: PolicyVersion) -> PolicyVersion:
-        """The version itself, or, if it is not wanted any more, the newest that is."""
-        wanted = self.plan.wanted
-        return version if version in wanted or not wanted else wanted[-1]
 
     async def _change(self, generator: RoutedGenerator) -> None:
         """Change the weights of one generator: drain it, pull, let it serve again. Cancelled when it dies."""

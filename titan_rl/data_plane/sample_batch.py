@@ -109,7 +109,6 @@ class SampleBatch:
 
     @staticmethod
     def of(items: Iterable[TrainingSample] | Iterable[SampleRef]) -> SampleBatch:
-        """A batch of samples, or of references to samples."""
         samples = tuple(items)
         if samples and isinstance(samples[0], TrainingSample):
             return SampleBatch(tuple(map(reference_to, samples)), samples)  # type: ignore[arg-type]
@@ -152,7 +151,6 @@ class SampleBatch:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sample, prompt included."""
         return [ref.length for ref in self.refs]
 
     @property
@@ -171,7 +169,6 @@ class SampleBatch:
 
     @property
     def oldest_versions(self) -> list[int]:
-        """Of each sample, the smallest encoded version among its trained tokens; NO_VERSION where none is trained."""
         return [ref.oldest_version for ref in self.refs]
 
 

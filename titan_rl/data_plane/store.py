@@ -62,8 +62,7 @@ def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
 
 
 def decode(buffer: bytes | memoryview, ref: SampleRef) -> TrainingSample:
-    """The sample in `buffer`, which `ref` refers to. Its arrays are views: they live with `buffer` and change with it.
-    Raises SampleError if the bytes are not what was written."""
+    """The sample that `ref` refers to, as views of `buffer`. Raises SampleError: the bytes are not what was written."""
     if (found := checksum_of(buffer)) != ref.checksum:
         reason = f"{len(buffer)} bytes with checksum {found:016x}, written was {ref.checksum:016x}"
         raise SampleError(reason, ref.group_id, ref.sample)
@@ -81,8 +80,6 @@ def decode(buffer: bytes | memoryview, ref: SampleRef) -> TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class HeldReport:
-    """What a store holds now."""
-
     store: str
     groups: dict[int, int]
     """How many samples, by group."""
@@ -117,14 +114,9 @@ class SampleStore:
         self._directory, self._owner_pid, self._channel = directory, owner_pid, channel_of(name)
 
     def put(self, samples: Sequence[TrainingSample]) -> tuple[SampleRef, ...]:
-        """Store copies of these samples. The caller owns them and has to release them.
-
-        Raises:
-            SampleStoreFull: the store's bound does not allow it.
-            SharedMemoryFull: nor does what the host has left.
-            InvariantError: the store is closed.
-            ConfigError: a store of this name and owner exists or existed.
-        """
+        """Store copies of these samples. The caller owns them and has to release them. Raises SampleStoreFull: the
+        store's bound does not allow it; SharedMemoryFull: nor does what the host has left; InvariantError: the store is
+        closed; ConfigError: a store of this name and owner exists or existed."""
         self._check_open()
         content, checksums = encode(samples)
         if self._nbytes + len(content) > self._max_bytes:
@@ -207,8 +199,7 @@ class SampleSource(Protocol):
     """Thread-safe."""
 
     def fetch(self, batch: SampleBatch) -> tuple[TrainingSample, ...]:
-        """The samples of a batch, in its order; those that it takes along as they are. Raises SampleError if one is
-        missing or damaged."""
+        """In the batch's order, those that it takes along as they are. Raises SampleError: one is lost or damaged."""
 
 
 class SharedMemorySource:

@@ -227,9 +227,10 @@ class ServedVersions:
         newest = {publications.newest.version} if publications.newest is not None else set()
         if not self._exact:
             return sorted(newest | evaluated)
-        unfinished = {version for version in self._buffer.unfinished_versions() if version in publications}
+        unfinished = {group.min_version for group in self._buffer.unfinished() if group.min_version in publications}
         return sorted(unfinished | evaluated or newest)
 
     def _old(self) -> list[PolicyVersion]:
-        needed = {self._buffer.published_version, *self._buffer.active_versions()}
+        # those that play the active groups, or would play them again if they were lost
+        needed = {self._buffer.published_version, *(group.min_version for group in self._buffer.groups.values())}
         return [version for version in self._publications.held_by(SERVED) if version not in needed]

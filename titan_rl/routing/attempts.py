@@ -17,9 +17,7 @@ ATTEMPT_MARK = "~"
 """Separates the caller's id from the number of a later attempt. Callers' ids may not contain it, so ids stay unique."""
 
 MOST_PIECES = 256
-"""Pieces kept of what was shown. Then they are joined into one: for pieces of one token that takes a twentieth of the
-memory."""
-
+"""Pieces kept of what was shown. Then they are joined: pieces of one token take a twentieth of the memory so."""
 
 _SUMMED = {f"generation/{name}" for name in ("seconds_queued", "seconds_in_engine", "preemptions", "recomputed_tokens")}
 """Metrics that the parts of an answer add up to; of all others the first part tells, which has the caller's prompt."""
@@ -56,8 +54,7 @@ class Shown:
         return Piece.join(self._pieces) if self._pieces else None
 
     def rest(self, completion: Completion) -> Piece | None:
-        """The part of the whole completion that was not shown yet; None if all of it was. Raises GeneratorFailed: the
-        completion does not begin with the shown tokens."""
+        """The part that was not shown yet; None if all was. Raises GeneratorFailed: it begins with other tokens."""
         tokens = completion.token_ids
         shown = self.whole
         if shown is not None and not np.array_equal(tokens[: self._end], shown.token_ids):
@@ -82,11 +79,6 @@ class OpenRequest:
     deaths: tuple[str, ...] = ()  # causes of death of generators that ran it
     given_up: bool = False  # aborted by the caller: the next answer is the last
 
-    @property
-    def sampled(self) -> int:
-        """Tokens of earlier attempts."""
-        return sum(len(part.token_ids) for part in self.segments)
-
 
 def ending(request: OpenRequest, completion: Completion) -> FinishReason:
     """Finish reason of an interrupted attempt: it may have sampled its last token already."""
@@ -94,7 +86,7 @@ def ending(request: OpenRequest, completion: Completion) -> FinishReason:
     tokens = completion.token_ids
     if len(tokens) and int(tokens[-1]) in sampling.stop_token_ids and len(tokens) > sampling.min_new_tokens:
         return FinishReason.STOP
-    if request.sampled + len(tokens) >= sampling.max_new_tokens:
+    if sum(len(part.token_ids) for part in (*request.segments, completion)) >= sampling.max_new_tokens:
         return FinishReason.LENGTH
     return FinishReason.ABORT
 

@@ -9,8 +9,7 @@ Always true, after every method:
 - what happens to one request costs nothing per generator or per other request, but the logarithm in the strategy;
 - a request for an exact version is never live on a generator that takes new weights while it serves;
 - at most `request_retries` + 1 generators die under one request, however often it is interrupted;
-- with `resume`, a completion begins with the tokens that its caller was shown as pieces, even if the generator that
-  sampled them is lost.
+- with `resume`, a completion begins with the tokens that its caller was shown, even if their generator is lost.
 
 An attempt that ends early through no fault of the request continues as a new one (`attempts`):
 
@@ -103,26 +102,18 @@ class Dispatcher:
         """Whether a request for an exact version is live there."""
         return any(self._attempts[each].original.exact_version is not None for each in self._on.get(generator, ()))
 
-    def refusal(self, request: GenerationRequest) -> RequestError | None:
-        """Why this request is refused; None: it is accepted."""
-        if ATTEMPT_MARK in request.request_id:
-            return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
-        if self._resume and request.sampling.depends_on_output:
-            return RequestError(
-                f"request {request.request_id}: penalties and min_new_tokens depend on past output, which a resumed "
-                f"completion does not see as such; set router.resume = false to use them"
-            )
-        return None
-
     def failures(self) -> list[tuple[str, TitanError]]:
         """Requests that failed since the last call: the caller's id, and why."""
         failures, self._failures = self._failures, []
         return failures
 
     def submit(self, requests: Iterable[GenerationRequest]) -> list[Assignment]:
-        """Accept requests, whose `refusal` must be None. A request that no generator can serve now waits."""
+        """Requests arrive. One that no generator can serve now waits; one that is refused fails."""
         assignments: list[Assignment] = []
         for original in requests:
+            if (why := self._refusal(original)) is not None:
+                self._failures.append((original.request_id, why))
+                continue
             request = self._requests[original.request_id] = OpenRequest(original)
             if (assignment := self._assign(request)) is not None:
                 assignments.append(assignment)
@@ -179,8 +170,7 @@ class Dispatcher:
         return piece if first else replace(piece, request_id=request.original.request_id)
 
     def ended(self, attempt_id: str) -> str | None:
-        """The attempt ended and the request with it: it is invalid, or its answer needs nothing done. Returns the
-        caller's id; None if the attempt is not live."""
+        """The attempt ended and the request with it. Returns the caller's id; None if the attempt is not live."""
         request = self._release(attempt_id)
         if request is None:
             return None
@@ -228,6 +218,16 @@ class Dispatcher:
             del self._requests[request_id]
         self._waiting.clear()
         return dropped
+
+    def _refusal(self, request: GenerationRequest) -> RequestError | None:
+        if ATTEMPT_MARK in request.request_id:
+            return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
+        if self._resume and request.sampling.depends_on_output:
+            return RequestError(
+                f"request {request.request_id}: penalties and min_new_tokens depend on past output, which a resumed "
+                f"completion does not see as such; set router.resume = false to use them"
+            )
+        return None
 
     def _wait(self, request: OpenRequest) -> None:
         request.turn = next(self._turns)

@@ -148,8 +148,7 @@ class GeneratorHealth:
             self._move(Phase.LATE, reason)
 
     def sleep(self) -> None:
-        """From now on it takes no requests. Raises GeneratorNotServing: it changes its weights, sleeps already, or is
-        dead."""
+        """It takes no requests any more. Raises GeneratorNotServing: it changes its weights, sleeps, or is dead."""
         if Phase.ASLEEP not in TRANSITIONS[self.phase]:
             doing = "in a change of weights" if self.kind.is_syncing else self.phase
             raise GeneratorNotServing(f"{self.name} cannot be put to sleep: it is {doing}")
@@ -238,8 +237,7 @@ class Fleet:
         return "; ".join(f"{health.name}: {health.reason or health.phase}" for health in self)
 
     def join(self, name: str) -> None:
-        """A generator is up: a new one, or the replacement of a dead one. Raises ValueError: the generator of that name
-        is not dead."""
+        """A generator is up: a new one, or the replacement of a dead one. Raises ValueError: that of its name lives."""
         if name in self and self[name].phase not in GONE:
             raise ValueError(f"generator {name} is already in the fleet")
         self._put(name, Phase.SPARE if self._is_full else Phase.RECOVERING)

@@ -132,8 +132,7 @@ class StickySession(LeastLoaded):
 
     While that one does not serve what is asked for, `LeastLoaded` chooses another one, where the session then stays: it
     is gone, or it takes new weights, which empties its cache. `LeastLoaded` also chooses for requests without a
-    session. Nobody says when a session ends: the least recently used one is forgotten when there are more than
-    `MOST_SESSIONS`.
+    session. Nobody says when a session ends: of more than `MOST_SESSIONS` the least recently used one is forgotten.
     """
 
     def __init__(self) -> None:
@@ -159,8 +158,7 @@ class StickySession(LeastLoaded):
 
 
 def build_strategy(config: RouterConfig) -> RoutingStrategy:
-    """The strategy that `router.strategy` names, whose arguments `run.checks` has compared with it. Raises ConfigError:
-    the name is none, or the class lacks a method."""
+    """`run.checks` has compared its arguments. Raises ConfigError: the name is none, or the class lacks a method."""
     strategy = import_name(config.strategy, SHORT_NAMES)
     methods = (name for name in dir(RoutingStrategy) if not name.startswith("_"))
     if missing := [name for name in methods if not callable(getattr(strategy, name, None))]:

@@ -7,8 +7,7 @@ deterministic run, ask for exactly them. Of each older wanted version one genera
   version wait, and no other generator will serve them. Without the second case a run can deadlock: the waiting requests
   may hold what the groups of its own version need, such as places of programs.
 - A version that nobody serves or is about to serve comes first: one that waiting requests need, else the oldest.
-- At most `max_syncing` serving generators drain at once (0: any number). Generators that do not serve anyway (new,
-  stale, woken) start at once.
+- At most `max_syncing` serving generators drain at once (0: any number). Those that serve nothing anyway start at once.
 - With `hot_swap` a generator serves while it pulls, unless requests may ask for exactly its version: then it drains.
 - What a generator takes is decided again when its pull begins. A failed pull is tried again `pull_retries` times.
 - A verified generator serves even if other versions are wanted by then. So every pull that succeeds serves waiting
@@ -31,8 +30,6 @@ _NEVER = PolicyVersion(-1, 0)
 
 
 class VersionPlan:
-    """Of one fleet."""
-
     def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
         self._fleet = fleet
         self._config = config
@@ -94,8 +91,7 @@ class VersionPlan:
         health.failed(reason, counts=health.kind.pulls in self.wanted)  # not a pull of an overtaken version
 
     def is_lost(self, version: PolicyVersion) -> bool:
-        """Whether nobody serves the version, and nobody will: every generator is given up, asleep, a spare, or has
-        failed to pull too often."""
+        """Whether nobody serves it, nor will: all are given up, asleep, spares, or have failed to pull too often."""
         return version not in self._fleet.served and not any(
             kind.failures <= self._config.pull_retries and kind.phase not in (Phase.GIVEN_UP, Phase.ASLEEP, Phase.SPARE)
             for kind in self._fleet.kinds
@@ -112,9 +108,14 @@ class VersionPlan:
         """Whether the generator changes its weights, or will as soon as it may. A late one does not count."""
         return self._coming(self._fleet[name].kind) is not None
 
+    def counted(self, version: PolicyVersion) -> PolicyVersion:
+        """The version itself, or, if it is not wanted any more, the newest that is."""
+        return version if version in self.wanted or not self.wanted else self.wanted[-1]
+
     def settled(self, version: PolicyVersion) -> bool:
-        """Whether no generator is on its way to the version, and one serves it or it is lost. While nobody serves it,
-        late generators and replacements of dead ones are waited for too."""
+        """Whether no generator is on its way to the version that counts for this one, and one serves it or it is lost.
+        While nobody serves it, late generators and replacements of dead ones are waited for too."""
+        version = self.counted(version)
         if any(self._coming(kind) == version for kind in self._fleet.kinds):
             return False
         return version in self._fleet.served or self.is_lost(version)

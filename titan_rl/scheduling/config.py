@@ -18,8 +18,7 @@ class StalenessLimits:
     lets finished groups overtake a slow one, at the price of up to ⌈(W - 1)/P⌉ further steps of staleness."""
 
     deterministic: bool = False
-    """Groups are admitted in logical time (see `group_buffer`), so that a run is a function of its config and seed. The
-    window is 1 then."""
+    """Groups are admitted in logical time: the run is a function of its config and seed. The window is 1 then."""
 
     @property
     def exact_versions(self) -> bool:

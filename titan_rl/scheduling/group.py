@@ -8,8 +8,7 @@ from enum import StrEnum
 from titan_rl.types import PolicyVersion
 
 MAX_ATTEMPTS = 4
-"""If a group's samples are lost this many times from stores that live, the run ends: the cause is not going to go
-away."""
+"""If a group's samples are lost so often from stores that live, the run ends: the cause is not going to go away."""
 
 
 class GroupState(StrEnum):

@@ -103,13 +103,10 @@ class GroupBuffer:
             return self.time.step(self.limits)
         return self.trainer_version.step + bool(self.taken)
 
-    def active_versions(self) -> set[PolicyVersion]:
-        """Versions that play the active groups, or would play them again if they were lost."""
-        return {group.min_version for group in self.groups.values()}
-
-    def unfinished_versions(self) -> set[PolicyVersion]:
-        """Versions of the groups that are WAITING or RUNNING."""
-        return {group.min_version for group in self._unfinished()}
+    def unfinished(self) -> Iterator[Group]:
+        """Those that are WAITING or RUNNING, oldest first."""
+        states = (GroupState.WAITING, GroupState.RUNNING)
+        return (group for group in self.groups.values() if group.state in states)
 
     @property
     def ready(self) -> int:
@@ -122,7 +119,7 @@ class GroupBuffer:
         ready, needed = self.ready, self.limits.groups_per_step
         if ready == needed:
             return f"nothing: {ready} of {needed} groups are ready"
-        if (late := next(self._unfinished(), None)) is not None:
+        if (late := next(self.unfinished(), None)) is not None:
             missing = f"the oldest that is not finished is {late}"
         elif self.free_slots:
             missing = f"{self.free_slots} slots are free, no group is admitted"
@@ -133,8 +130,7 @@ class GroupBuffer:
     # What happens.
 
     def admit(self, count: int | None = None) -> list[Group]:
-        """Let the next prompts of the stream in; default: as many as slots are free. Raises ValueError: more than
-        `free_slots`."""
+        """Let the next prompts of the stream in; default: `free_slots`. Raises ValueError: more than that."""
         count = self.free_slots if count is None else count
         if not 0 <= count <= self.free_slots:
             raise ValueError(f"{count} groups cannot be admitted: {self.free_slots} slots are free")
@@ -200,13 +196,12 @@ class GroupBuffer:
         return Batch(version=self.trainer_version, groups=tuple(self.groups[group_id] for group_id in self.taken))
 
     def take(self) -> Batch | None:
-        """Exactly P groups for the next step, or None: not enough can be taken now, or a batch is out. Raises
-        InvariantError: a group is older than the proven bound."""
+        """Exactly P groups, or None: not enough are ready, or a batch is out. Raises InvariantError: one is too old."""
         if self.taken or self._short:  # to look at the whole window whenever a group ends would be quadratic in it
             return None
         if len(picked := self._pick()) < self.limits.groups_per_step:
             self._short = self.limits.groups_per_step - len(picked)
-            self._anchor = next((group.group_id for group in self._unfinished()), None)
+            self._anchor = next((group.group_id for group in self.unfinished()), None)
             return None
         for group in map(self.groups.__getitem__, picked):
             age = 0 if group.oldest is None else self.trainer_version.step - group.oldest.step
@@ -221,8 +216,7 @@ class GroupBuffer:
         return self.batch
 
     def trained(self, version: PolicyVersion) -> Batch:
-        """The batch was trained, and the trainer holds `version` now. The slots stay taken until that is published.
-        Returns the batch, with the version before the step."""
+        """The batch was trained into `version`, until whose publication its slots stay taken. Returns the batch."""
         batch = self.batch
         if batch is None:
             raise ValueError(f"{version} was trained, but no batch is out")
@@ -263,11 +257,6 @@ class GroupBuffer:
             self._move(group_id, back.get(group.state, group.state), min_version=again)
 
     # How.
-
-    def _unfinished(self) -> Iterator[Group]:
-        """Those that are WAITING or RUNNING, oldest first."""
-        states = (GroupState.WAITING, GroupState.RUNNING)
-        return (group for group in self.groups.values() if group.state in states)
 
     def _pick(self) -> list[int]:
         """The groups of the next batch that are ready."""

@@ -5,8 +5,7 @@ Always true:
 - the versions of step 0, of every `every`-th step and of the last step are evaluated, and the trainer does not train
   past one of them before it is published;
 - no group is admitted beyond those that the remaining steps train;
-- a group that teaches something resets the `UntrainableStreak`, so a run goes on as long as one group in every k
-  batches teaches something.
+- a group that teaches something resets the `UntrainableStreak`: with one in every k batches a run goes on.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ FEWEST = 64
 
 
 def warm_up_is_over(losses: Sequence[float], *, enough: float, flat: int) -> str:
-    """Why a warm-up is over after steps with these losses; empty: it goes on. `enough`, `flat`: settings of
-    `trainer.warmup`, 0: none."""
+    """Why a warm-up with these losses is over; empty: it goes on. `enough`, `flat`: of `trainer.warmup`, 0: none."""
     if len(losses) >= ENOUGH_STEPS and max(losses[-ENOUGH_STEPS:]) < enough:
         return "enough"
     window = max(flat, len(losses) // 4)  # it stands still for as long as it took to come there
@@ -52,12 +50,8 @@ def warm_up_is_over(losses: Sequence[float], *, enough: float, flat: int) -> str
 
 def too_many_failures(rollouts: Sequence[Failed | None], most: float) -> str:
     """Why a run is to stop; empty: it may go on. Each kind of failure is counted by itself: another thing has to be
-    changed for it.
-
-    Args:
-        rollouts: the newest ones of training, at most `NEWEST`, as their groups were decided; None: it did not fail.
-        most: share of the rollouts that one kind of failure may have (`rollout.failure_share`).
-    """
+    changed for it. `rollouts`: the newest ones of training, at most `NEWEST`, as their groups were decided; None: it
+    did not fail. `most`: share of the rollouts that one kind of failure may have (`rollout.failure_share`)."""
     causes = Counter(filter(None, rollouts))
     kinds = Counter(kind for kind, _ in causes.elements())
     for kind, count in kinds.most_common(1):
@@ -89,15 +83,13 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data; no evaluation that is under way, which begins again."""
-        names = ("steps", "last", "_admitted", "evaluated")
-        return {name.removeprefix("_"): getattr(self, name) for name in names}
+        return {"steps": self.steps, "last": self.last, "admitted": self._admitted, "evaluated": self.evaluated}
 
     @classmethod
     def from_state_dict(cls, state: dict[str, Any], buffer: GroupBuffer) -> Schedule:
         """`change_settings` follows."""
         schedule = cls(buffer, steps=state["steps"], every=0)
-        schedule.last, schedule._admitted = state["last"], state["admitted"]
-        schedule.evaluated = state["evaluated"]
+        schedule.last, schedule._admitted, schedule.evaluated = state["last"], state["admitted"], state["evaluated"]
         return schedule
 
     # Generation and training.
@@ -162,8 +154,7 @@ class Schedule:
 
     def stop_early(self, served: PolicyVersion | None) -> bool:
         """Make the running step, or else the previous one, the last. Its version is published and evaluated as usual.
-        `served`: the newest publication's version, if groups are played under it. Returns whether `served` became due
-        for evaluation by this call."""
+        `served`: the newest publication's version, if groups are played under it. Returns whether this made it due."""
         was_due = served is not None and self.is_due(served)
         self.last = self._admitted = self._buffer.last_certain_step
         if served is None or was_due or not self.is_due(served):
@@ -172,8 +163,7 @@ class Schedule:
         return True
 
     def _must_be_published(self) -> bool:
-        """Whether the trainer holds an unpublished version that is to be evaluated, or to play groups, so that it must
-        not train on."""
+        """Whether the trainer must not train on: its unpublished version is to be evaluated, or to play groups."""
         version = self._buffer.trainer_version
         needed = self.is_due(version) or self._buffer.limits.exact_versions
         return needed and version > self._buffer.published_version
@@ -220,8 +210,7 @@ class UntrainableStreak:
     def untrainable(self, group_id: int, reason: Untrainable, detail: str = "") -> bool:
         """A group finished that teaches nothing. `detail`: the error, the reward that all rollouts got, the filter's
         name: whatever helps to find the cause. Returns whether the limit is reached and nearly all counted groups were
-        solved. Raises NothingToTrain: the limit is reached and more were not solved. Gives the count and the first
-        group of each reason."""
+        solved. Raises NothingToTrain, with the count and first group of each reason: it is, and more were not."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         self.first.setdefault(reason, f"group {group_id}" + (f": {detail}" if detail else ""))
         if self.length < self.batches * self.groups_per_step:
