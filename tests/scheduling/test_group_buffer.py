@@ -24,7 +24,7 @@ def admit_and_start(buffer: GroupBuffer) -> list[int]:
 def finish(buffer: GroupBuffer, *group_ids: int) -> None:
     """Sampled by the oldest policy that the group allows."""
     for group_id in group_ids:
-        buffer.finish(group_id, buffer[group_id].min_version)
+        buffer.finish(group_id, buffer.groups[group_id].min_version)
 
 
 def train(buffer: GroupBuffer) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class Run:
     def end(self, group_id: int) -> None:
         """The group ends as it must."""
         if self.outcome(group_id) == TRAINABLE:
-            self.buffer.finish(group_id, self.buffer[group_id].min_version)
+            self.buffer.finish(group_id, self.buffer.groups[group_id].min_version)
         else:
             self.buffer.drop(group_id, Outcome(self.outcome(group_id)))
         while (each := self.buffer.decide()) is not None:
@@ -67,7 +67,7 @@ class Run:
     def state(self, group_id: int) -> GroupState | None:
         """None: it has ended."""
         with suppress(KeyError):
-            return self.buffer[group_id].state
+            return self.buffer.groups[group_id].state
         return None
 
     def train(self) -> None:

@@ -95,13 +95,9 @@ class HeldReport:
 
 
 class SampleStore:
-    """The samples of one process. Belongs to one thread.
-
-    Args:
-        name: a plain word that no other store of this owner has or had, such as its mesh and process id.
-        owner_pid: process whose death makes the files rubbish: the run's controller.
-        max_bytes: shared memory that the samples may take.
-    """
+    """The samples of one process. Belongs to one thread. `name`: a plain word that no other store of this owner has or
+    had, such as its mesh and process id. `owner_pid`: process whose death makes the files rubbish: the run's
+    controller. `max_bytes`: shared memory that the samples may take."""
 
     def __init__(self, name: str, *, owner_pid: int, max_bytes: int = 1 << 30, directory: Path = DIRECTORY) -> None:
         self.name = name
@@ -120,10 +116,9 @@ class SampleStore:
         self._check_open()
         content, checksums = encode(samples)
         if self._nbytes + len(content) > self._max_bytes:
-            raise SampleStoreFull(
-                f"sample store {self.name}: no room for {len(content)} bytes more: samples take {self._nbytes} bytes, "
-                f"and the bound is {self._max_bytes} (data_plane.store_mib)"
-            )
+            taken = f"no room for {len(content)} bytes more: samples take {self._nbytes} bytes"
+            bound = f"the bound is {self._max_bytes} (data_plane.store_mib)"
+            raise SampleStoreFull(f"sample store {self.name}: {taken}, and {bound}")
         if not samples:
             return ()
         path = str(segment_path(self._directory, self._owner_pid, self._channel, self._next_id))
@@ -131,11 +126,9 @@ class SampleStore:
         refs: list[SampleRef] = []
         offset = 0
         for sample_id, (sample, checksum) in enumerate(zip(samples, checksums, strict=True), start=self._next_id):
-            ref = reference_to(sample)._replace(
-                store=self.name, sample_id=sample_id, location=path, offset=offset, checksum=checksum
-            )
-            refs.append(ref)
-            offset += ref.nbytes
+            stored = reference_to(sample)._replace(store=self.name, sample_id=sample_id, checksum=checksum)
+            refs.append(stored._replace(location=path, offset=offset))
+            offset += stored.nbytes
         self._next_id += len(refs)
         self._nbytes += len(content)
         self._in_file[path] = len(refs)
@@ -225,9 +218,8 @@ def write_samples(path: Path, samples: Sequence[TrainingSample]) -> None:
 def references_in(path: Path, batch: SampleBatch) -> SampleBatch:
     """References to the samples in a file that `write_samples` has written, given those to their stores."""
     ends = itertools.accumulate((ref.nbytes for ref in batch.refs), initial=0)
-    return SampleBatch.of(
-        ref._replace(location=str(path), offset=offset) for ref, offset in zip(batch.refs, ends, strict=False)
-    )
+    places = zip(batch.refs, ends, strict=False)
+    return SampleBatch.of(ref._replace(location=str(path), offset=offset) for ref, offset in places)
 
 
 def _write(path: str, content: bytes) -> None:
@@ -241,10 +233,9 @@ def _write(path: str, content: bytes) -> None:
         Path(path).unlink(missing_ok=True)
         directory = Path(path).parent
         free = shutil.disk_usage(directory).free
-        raise SharedMemoryFull(
-            f"{len(content)} bytes for samples do not fit in {directory}, where {free} bytes are free "
-            f"({error.strerror}); make it larger (containers: --shm-size) or keep fewer samples"
-        ) from error
+        problem = f"{len(content)} bytes for samples do not fit in {directory}, where {free} bytes are free"
+        remedy = "make it larger (containers: --shm-size) or keep fewer samples"
+        raise SharedMemoryFull(f"{problem} ({error.strerror}); {remedy}") from error
 
 
 def _read(refs: Sequence[SampleRef]) -> tuple[memoryview, list[int]]:

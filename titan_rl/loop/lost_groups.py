@@ -43,7 +43,7 @@ class LostGroups:
         lost = [
             group_id
             for group_id, report in self._reports.items()
-            if self._buffer[group_id].state is GroupState.FINISHED and not self._rollouts.holds(report.samples)
+            if self._buffer.groups[group_id].state is GroupState.FINISHED and not self._rollouts.holds(report.samples)
         ]
         for group_id in lost:
             del self._reports[group_id]

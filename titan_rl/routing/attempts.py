@@ -58,10 +58,9 @@ class Shown:
         tokens = completion.token_ids
         shown = self.whole
         if shown is not None and not np.array_equal(tokens[: self._end], shown.token_ids):
-            raise GeneratorFailed(
-                f"request {completion.request_id}: its generator was lost after {self._end} tokens were streamed, and "
-                f"those that were sampled in their place are others"
-            )
+            lost = f"its generator was lost after {self._end} tokens were streamed"
+            others = "those that were sampled in their place are others"
+            raise GeneratorFailed(f"request {completion.request_id}: {lost}, and {others}")
         return self.add(Piece(request_id=completion.request_id, offset=0, **sampled_arrays(completion)))
 
 
@@ -115,10 +114,7 @@ def stitch(request: OpenRequest, last: Completion | None) -> Completion:
     parts = [*request.segments, *([last] if last is not None else [])]
     if len(parts) == 1 and parts[0].request_id == request.original.request_id:
         return parts[0]
-    metrics: dict[str, float] = {
-        "generation/segments": float(len(parts)),
-        "generation/attempts": float(request.attempts),
-    }
+    metrics = {"generation/segments": float(len(parts)), "generation/attempts": float(request.attempts)}
     for part in parts:
         for name, value in part.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value if name in _SUMMED else metrics.get(name, value)

@@ -67,8 +67,7 @@ class Dispatcher:
 
     def __init__(self, strategy: RoutingStrategy, fleet: Fleet, config: RouterConfig) -> None:
         self._strategy = strategy
-        self._resume = config.resume
-        self._retries = config.request_retries
+        self._config = config
         self._fleet = fleet
         self._requests: dict[str, OpenRequest] = {}  # by the caller's id
         self._waiting: dict[_Need, dict[str, OpenRequest]] = {}  # requests without a live attempt, in their turn
@@ -150,7 +149,7 @@ class Dispatcher:
         if completion.finish_reason is not FinishReason.ABORT or request.given_up:
             del self._requests[request.original.request_id]
             return stitch(request, completion)
-        if self._resume and len(completion.token_ids):
+        if self._config.resume and len(completion.token_ids):
             request.segments += (completion,)
         self._wait(request)
         return None
@@ -161,7 +160,7 @@ class Dispatcher:
         request = self._attempts.get(piece.request_id)
         if request is None:
             return None
-        if self._resume and request.shown is not None:
+        if self._config.resume and request.shown is not None:
             new = request.shown.add(piece)
             if new is None:
                 return None
@@ -186,15 +185,16 @@ class Dispatcher:
         if request is None:
             return None
         shown = request.shown.whole if request.shown is not None else None
-        kept, abort, generator = sampled_arrays(*[shown] if shown else []), FinishReason.ABORT, request.generator
+        kept = sampled_arrays(shown) if shown is not None else sampled_arrays()
+        abort, generator = FinishReason.ABORT, request.generator
         cut = Completion(request_id=attempt_id, finish_reason=abort, generator=generator, **kept)
         if (whole := self.completed(attempt_id, cut)) is not None:
             return whole
         if died:
             request.deaths += (died,)
-            if len(request.deaths) > self._retries:
+            if len(request.deaths) > self._config.request_retries:
                 deaths = f"{len(request.deaths)} generators died under it ({'; '.join(request.deaths)})"
-                limit = f"no other one gets it (router.request_retries = {self._retries})"
+                limit = f"no other one gets it (router.request_retries = {self._config.request_retries})"
                 self._fail(request, RequestLost(f"request {request.original.request_id}: {deaths}, and {limit}"))
         return None
 
@@ -222,11 +222,9 @@ class Dispatcher:
     def _refusal(self, request: GenerationRequest) -> RequestError | None:
         if ATTEMPT_MARK in request.request_id:
             return RequestError(f"request id {request.request_id} must not contain {ATTEMPT_MARK!r}: attempts do")
-        if self._resume and request.sampling.depends_on_output:
-            return RequestError(
-                f"request {request.request_id}: penalties and min_new_tokens depend on past output, which a resumed "
-                f"completion does not see as such; set router.resume = false to use them"
-            )
+        if self._config.resume and request.sampling.depends_on_output:
+            why = "penalties and min_new_tokens depend on past output, which a resumed completion does not see as such"
+            return RequestError(f"request {request.request_id}: {why}; set router.resume = false to use them")
         return None
 
     def _wait(self, request: OpenRequest) -> None:

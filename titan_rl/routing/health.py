@@ -212,9 +212,6 @@ class Fleet:
     def __getitem__(self, name: str) -> GeneratorHealth:
         return self._generators[name]
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._generators
-
     def __iter__(self) -> Iterator[GeneratorHealth]:
         return iter(self._generators.values())
 
@@ -238,7 +235,7 @@ class Fleet:
 
     def join(self, name: str) -> None:
         """A generator is up: a new one, or the replacement of a dead one. Raises ValueError: that of its name lives."""
-        if name in self and self[name].phase not in GONE:
+        if name in self._generators and self[name].phase not in GONE:
             raise ValueError(f"generator {name} is already in the fleet")
         self._put(name, Phase.SPARE if self._is_full else Phase.RECOVERING)
 
@@ -253,7 +250,7 @@ class Fleet:
 
     def give_up(self, name: str, reason: str) -> None:
         """The generator is dead and will not be replaced. It may be unknown: dead before this router was there."""
-        if name not in self:
+        if name not in self._generators:
             self.expect(name)
         self[name].give_up(reason)
         self._wake_spares()
@@ -264,7 +261,7 @@ class Fleet:
         self._wake_spares()
 
     def _put(self, name: str, phase: Phase, reason: str = "") -> None:
-        if name in self:
+        if name in self._generators:
             self[name].leave()
         self._generators[name] = GeneratorHealth(name, self._strategy, Kind(phase), reason=reason, kinds=self.kinds)
 

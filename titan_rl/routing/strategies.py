@@ -158,7 +158,8 @@ class StickySession(LeastLoaded):
 
 
 def build_strategy(config: RouterConfig) -> RoutingStrategy:
-    """`run.checks` has compared its arguments. Raises ConfigError: the name is none, or the class lacks a method."""
+    """The strategy that `router.strategy` names, whose arguments `run.checks` has compared with it. Raises ConfigError:
+    the name is none, or the class lacks a method."""
     strategy = import_name(config.strategy, SHORT_NAMES)
     methods = (name for name in dir(RoutingStrategy) if not name.startswith("_"))
     if missing := [name for name in methods if not callable(getattr(strategy, name, None))]:

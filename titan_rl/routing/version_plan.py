@@ -54,8 +54,6 @@ class VersionPlan:
         an idle generator is back at once, while a busy one occupies a place for a whole drain.
         """
         started: list[str] = []
-        if not self.wanted:
-            return started
         self._demanded = dispatcher.demanded(self.wanted)
         if not self._may_begin():
             return started
@@ -81,21 +79,18 @@ class VersionPlan:
         return best
 
     def verified(self, name: str, version: PolicyVersion) -> None:
-        """The pull succeeded, and the generator serves."""
         self._fleet[name].verified(version)
         self.served.add(version)
 
     def failed(self, name: str, reason: str) -> None:
-        """The pull ended without verified weights; the generator serves nothing."""
         health = self._fleet[name]
         health.failed(reason, counts=health.kind.pulls in self.wanted)  # not a pull of an overtaken version
 
     def is_lost(self, version: PolicyVersion) -> bool:
         """Whether nobody serves it, nor will: all are given up, asleep, spares, or have failed to pull too often."""
-        return version not in self._fleet.served and not any(
-            kind.failures <= self._config.pull_retries and kind.phase not in (Phase.GIVEN_UP, Phase.ASLEEP, Phase.SPARE)
-            for kind in self._fleet.kinds
-        )
+        able = (kind for kind in self._fleet.kinds if kind.failures <= self._config.pull_retries)
+        idle = (Phase.GIVEN_UP, Phase.ASLEEP, Phase.SPARE)
+        return version not in self._fleet.served and all(kind.phase in idle for kind in able)
 
     @property
     def unavailable(self) -> PolicyVersion | None:
@@ -124,11 +119,9 @@ class VersionPlan:
 
     def _may_begin(self) -> bool:
         """Whether a generator of some kind may begin a change of weights now."""
-        return any(
-            self._goal(kind, idle=True) is not None
-            and not (kind.phase is Phase.SERVING and self._drains(kind) and self._is_draining_enough)
-            for kind in self._fleet.kinds
-        )
+        willing = (kind for kind in self._fleet.kinds if self._goal(kind, idle=True) is not None)
+        full = self._is_draining_enough
+        return any(not (full and kind.phase is Phase.SERVING and self._drains(kind)) for kind in willing)
 
     def _drains(self, kind: Kind) -> bool:
         """Whether those of this kind that serve drain in any case."""

@@ -49,10 +49,7 @@ class StalenessLimits:
             sum_ = f" ({self.max_staleness} + {self.overtaking} for the window)" if self.overtaking else ""
             # The mean by Little's law: (S + 1)·P groups inside, P leave per step, so each stays S + 1 steps on average,
             # the last of which trains it. Empty slots, and tokens sampled after a later update, make it less.
-            age = (
-                f"a sample is at most {counted(self.bound, 'step')} old{sum_}, on average at most {self.max_staleness}"
-            )
-        return (
-            f"{self.groups_per_step} groups per step, max staleness {self.max_staleness}, {window}: "
-            f"{self.slots} groups in flight; {age}"
-        )
+            most = counted(self.bound, "step")
+            age = f"a sample is at most {most} old{sum_}, on average at most {self.max_staleness}"
+        limits = f"{self.groups_per_step} groups per step, max staleness {self.max_staleness}, {window}"
+        return f"{limits}: {self.slots} groups in flight; {age}"

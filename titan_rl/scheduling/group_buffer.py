@@ -87,10 +87,6 @@ class GroupBuffer:
         ended = {outcome.value: count for outcome, count in self.ended.items()}
         return Counter({**states, **ended, "admitted": self.admitted, "active": len(self.groups)})
 
-    def __getitem__(self, group_id: int) -> Group:
-        """An active group. Raises KeyError."""
-        return self.groups[group_id]
-
     def waiting(self) -> tuple[Group, ...]:
         """Groups whose rollouts are to be started, oldest first: those whose version is published."""
         waiting = (group for group in self.groups.values() if group.state is GroupState.WAITING)
@@ -137,15 +133,11 @@ class GroupBuffer:
         version = self.published_version
         if self.limits.deterministic:
             version = PolicyVersion(self.trainer_version.incarnation, self.time.step(self.limits))
-        groups = [
-            Group(group_id=self.admitted + number, state=GroupState.WAITING, min_version=version)
-            for number in range(count)
-        ]
-        for group in groups:
-            self.groups[group.group_id] = group
-            self.line[group.group_id] = None
-        self.admitted += count
-        return groups
+        first, self.admitted = self.admitted, self.admitted + count
+        for group_id in range(first, self.admitted):
+            self.groups[group_id] = Group(group_id=group_id, state=GroupState.WAITING, min_version=version)
+            self.line[group_id] = None
+        return [self.groups[group_id] for group_id in range(first, self.admitted)]
 
     def start(self, group_id: int) -> Group:
         return self._move(group_id, GroupState.RUNNING, GroupState.WAITING)
@@ -206,17 +198,16 @@ class GroupBuffer:
         for group in map(self.groups.__getitem__, picked):
             age = 0 if group.oldest is None else self.trainer_version.step - group.oldest.step
             if not 0 <= age <= self.limits.bound:
-                raise InvariantError(
-                    f"{group} has a token of {group.oldest} and would be trained by {self.trainer_version}, {age} "
-                    f"steps later; the bound is {self.limits.bound} ({self.limits.describe()})"
-                )
+                late = f"would be trained by {self.trainer_version}, {age} steps later"
+                bound = f"the bound is {self.limits.bound} ({self.limits.describe()})"
+                raise InvariantError(f"{group} has a token of {group.oldest} and {late}; {bound}")
         for group_id in picked:
             self._move(group_id, GroupState.TAKEN)
         self.taken = picked
         return self.batch
 
     def trained(self, version: PolicyVersion) -> Batch:
-        """The batch was trained into `version`, until whose publication its slots stay taken. Returns the batch."""
+        """The batch was trained into `version`, until whose publication its slots stay taken. Returns it as taken."""
         batch = self.batch
         if batch is None:
             raise ValueError(f"{version} was trained, but no batch is out")

@@ -43,10 +43,8 @@ class LogicalTime:
         if group_id >= self.decided:
             self.ended[group_id] = trainable
         elif not trainable:
-            raise RollbackNeeded(
-                f"group {group_id} was lost after later groups had been admitted because it could be trained, and now "
-                "it cannot; a deterministic run cannot go on without it"
-            )
+            lost = f"group {group_id} was lost after later groups had been admitted because it could be trained"
+            raise RollbackNeeded(f"{lost}, and now it cannot; a deterministic run cannot go on without it")
 
     def decide(self) -> int | None:
         """Decide the next group, by id; None: it has not ended yet."""

@@ -5,7 +5,7 @@ Always true:
 - the versions of step 0, of every `every`-th step and of the last step are evaluated, and the trainer does not train
   past one of them before it is published;
 - no group is admitted beyond those that the remaining steps train;
-- a group that teaches something resets the `UntrainableStreak`: with one in every k batches a run goes on.
+- a group that teaches something resets the `UntrainableStreak`: one in every k batches keeps a run going.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ def too_many_failures(rollouts: Sequence[Failed | None], most: float) -> str:
         if len(rollouts) >= FEWEST and (share := count / len(rollouts)) > most:
             times, cause = max((times, cause) for (failure, cause), times in causes.items() if failure is kind)
             metric = metric_of(f"rollout/failed_{kind}")
-            return (
-                f"{kind} failures: {count} of the last {len(rollouts)} rollouts ({share:.0%}), more than "
-                f"rollout.failure_share = {most:g}; {times} × {cause}; {metric.do if metric else ''}"
-            )
+            failed = f"{kind} failures: {count} of the last {len(rollouts)} rollouts ({share:.0%})"
+            limit = f"rollout.failure_share = {most:g}"
+            return f"{failed}, more than {limit}; {times} × {cause}; {metric.do if metric else ''}"
     return ""
 
 
@@ -210,7 +209,8 @@ class UntrainableStreak:
     def untrainable(self, group_id: int, reason: Untrainable, detail: str = "") -> bool:
         """A group finished that teaches nothing. `detail`: the error, the reward that all rollouts got, the filter's
         name: whatever helps to find the cause. Returns whether the limit is reached and nearly all counted groups were
-        solved. Raises NothingToTrain, with the count and first group of each reason: it is, and more were not."""
+        solved. Raises NothingToTrain: the limit is reached and more were not solved. Gives the count and the first
+        group of each reason."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
         self.first.setdefault(reason, f"group {group_id}" + (f": {detail}" if detail else ""))
         if self.length < self.batches * self.groups_per_step:
@@ -220,11 +220,7 @@ class UntrainableStreak:
         return True
 
     def describe(self) -> str:
-        reasons = "; ".join(
-            f"{count} {reason} (first {self.first[reason]})"
-            for reason, count in sorted(self.reasons.items(), key=lambda each: -each[1])
-        )
-        return (
-            f"the last {self.length} groups in a row ({self.length / self.groups_per_step:g} batches of "
-            f"{self.groups_per_step}) taught nothing: {reasons or 'none'}"
-        )
+        by_count = sorted(self.reasons.items(), key=lambda each: -each[1])
+        reasons = "; ".join(f"{count} {reason} (first {self.first[reason]})" for reason, count in by_count)
+        batches = f"{self.length / self.groups_per_step:g} batches of {self.groups_per_step}"
+        return f"the last {self.length} groups in a row ({batches}) taught nothing: {reasons or 'none'}"
