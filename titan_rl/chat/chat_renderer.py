@@ -69,10 +69,8 @@ class ChatRenderer:
                 rendered = self._renderer.bridge_to_next_turn(list(prompt), list(sampled), dicts, tools=declared)
             if rendered is not None and rendered.token_ids[: len(before)] == before:
                 return list(rendered.token_ids[len(before) :])
-        raise TaskError(
-            f"this chat format cannot be extended by messages of {', '.join(message.role for message in messages)} "
-            "without rendering again what the policy sampled"
-        )
+        roles, again = ", ".join(message.role for message in messages), "rendering again what the policy sampled"
+        raise TaskError(f"this chat format cannot be extended by messages of {roles} without {again}")
 
     def parse(
         self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
@@ -94,10 +92,8 @@ class ChatRenderer:
         said = said[: end + 1]
         tools = [ToolSpec(call.name, "", {}) for call in message.tool_calls]
         if after[: len(before)] != before or self.parse(said, FinishReason.STOP, before, tools) != message:
-            raise TaskError(
-                "this chat format does not write a finished turn with tool calls or reasoning as the policy would say "
-                "it: it cannot be demonstrated"
-            )
+            problem = "does not write a finished turn with tool calls or reasoning as the policy would say it"
+            raise TaskError(f"this chat format {problem}: it cannot be demonstrated")
         return said
 
     def constraint(self, form: AnswerForm) -> str:
@@ -124,17 +120,11 @@ class ChatRenderer:
     def _calls(self, form: AnswerForm, *, text: bool) -> dict[str, Any]:
         """At least one call, or with `text` any text and calls. Marks are single tokens: others would spell text."""
         marks = self._ids(CALL_TOKENS[self._name])
-        tags = [
-            _between(
-                marks,
-                _sequence(
-                    _text(f'\n{{"name": {json.dumps(tool.name)}, "arguments": '),
-                    _json({"type": "object"} | tool.parameters),
-                    _text("}\n"),
-                ),
-            )
-            for tool in form.tools
-        ]
+        tags = []
+        for tool in form.tools:
+            name, arguments = json.dumps(tool.name), _json({"type": "object"} | tool.parameters)
+            call = _sequence(_text(f'\n{{"name": {name}, "arguments": '), arguments, _text("}\n"))
+            tags.append(_between(marks, call))
         calls = {"tags": tags, "at_least_one": not text, "stop_after_first": not form.parallel}
         if not text:
             return {"type": "tags_with_separator", "separator": "\n", **calls}
@@ -142,11 +132,10 @@ class ChatRenderer:
         return {"type": "token_triggered_tags", "trigger_tokens": marks[:1], "exclude_tokens": excluded, **calls}
 
     def encode(self, text: str) -> list[int]:
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise TaskError(f"the text is not valid Unicode ({error.reason}) at {error.start}") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TaskError(f"the text is not valid Unicode ({error.reason}) at {error.start}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Tokens) -> str:

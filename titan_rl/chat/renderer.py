@@ -157,10 +157,8 @@ class SymbolRenderer(Renderer):
             raise TaskError(f"this tokenizer has no symbols {CALL} and {CALL_END} to call tools with")
         arguments = tools[0].parameters.get("properties", {})
         if len(tools) != 1 or not isinstance(arguments, Mapping) or len(arguments) != 1:
-            raise TaskError(
-                f"a tokenizer of symbols can call one tool with one argument, as {CALL}argument{CALL_END}, not "
-                f"{', '.join(tool.name for tool in tools)}"
-            )
+            call, names = f"{CALL}argument{CALL_END}", ", ".join(tool.name for tool in tools)
+            raise TaskError(f"a tokenizer of symbols can call one tool with one argument, as {call}, not {names}")
         return tools[0].name, next(iter(arguments))
 
     def _tokens_of(self, message: Message, reply: bool) -> list[int]:

@@ -1,6 +1,7 @@
 """Answers over HTTP, in any dialect: a body, or a stream of events.
 
-- The events of an answer, put together, are its body, in which only text behind a call stands before that.
+- The events of an answer, put together, are the answer that a client gets that does not stream. Only text behind a call
+  stands before it there.
 - The first event waits for the first token, so a failure until then has a status of its own.
 - A stream that has begun ends with its error as an event.
 """

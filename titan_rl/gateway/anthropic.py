@@ -110,8 +110,7 @@ class CountTokensRequest(Strict):
     def chat(self) -> Chat:
         declared = [] if self.tool_choice.type == "none" else self.tools or []
         tools = [ToolSpec(each.name, each.description or "", each.input_schema) for each in declared]
-        told: Any = self.system
-        system = [Message("system", told)] if told else []
+        system = [Message("system", str(self.system))] if self.system else []
         return Chat([*system, *(each for message in self.messages for each in _messages(message))], tools)
 
 

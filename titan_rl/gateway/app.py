@@ -2,7 +2,7 @@
 
     key → caller → body → call (dialect) → prompts → engines → choices (sampling) → body or events (dialect)
 
-- A call ends its engine work: answered, refused, failed, or cancelled, whatever it waits for, as its client hung up.
+- A call ends its engine work: answered, refused, failed, or, whatever it waits for, cancelled by a client's hang-up.
 """
 
 import asyncio
@@ -144,11 +144,9 @@ class GatewayServer:
         host, port = listener.getsockname()[:2]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         """Without `/v1`."""
-        self.keys = (
-            RolloutKeys(policy, base_url=f"{self.url}/v1", run_seed=run_seed)
-            if config.rollout_keys
-            else ApiKeys(policy, config.api_key)
-        )
+        self.keys = ApiKeys(policy, config.api_key)
+        if config.rollout_keys:
+            self.keys = RolloutKeys(policy, base_url=f"{self.url}/v1", run_seed=run_seed)
         options: dict[str, Any] = {"ws": "none", "log_config": None, "access_log": False, "lifespan": "off"}
         options |= {"backlog": BACKLOG, "timeout_keep_alive": IDLE_SECONDS, "timeout_graceful_shutdown": CLOSE_SECONDS}
         app = build_app(config, fleet, policy, self.keys)

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -33,8 +33,6 @@ CALLER = "titan_rl.caller"
 
 Asked = tuple[Prompt, SamplingParams]
 """How its client wants the prompt to be completed."""
-
-E = TypeVar("E", bound=Exception)
 
 
 class Caller:
@@ -146,7 +144,6 @@ class RolloutKeys(ApiKeys):
         await self._open(session_id).idle(seconds)
 
     async def close(self, session_id: str) -> Trajectory:
-        """Raises RolloutOver where there is none."""
         caller = self._open(session_id)
         del self._by_id[session_id], self._by_key[caller.key_digest]
         trajectory = caller.close(RolloutOver("the rollout has ended; the call was aborted"))
@@ -245,7 +242,7 @@ def _digest(key: str) -> bytes:
 
 
 @asynccontextmanager
-async def cancelled_by(end: asyncio.Future[E]) -> AsyncIterator[None]:
+async def cancelled_by(end: asyncio.Future[Any]) -> AsyncIterator[None]:
     """When `end` is done, what the block waits for is cancelled, and the result of `end` is raised. A task for the
     block alone would cost a call two more turns of the loop."""
     limit = asyncio.timeout(None)

@@ -147,7 +147,7 @@ class StreamedText:
         return self.sure[start:end]
 
     def _before_stop(self, searched: int) -> int:
-        """Length of the text before a stop text, or what may be the beginning of one. `searched`: characters before."""
+        """Length of the text before a stop text, or what may begin one. `searched` characters were searched before."""
         text, end = self.sure, len(self.sure)
         for stop in self.stops:
             found = text.find(stop, max(0, searched - len(stop)))
@@ -237,21 +237,20 @@ class ChoiceReader:
         self._call = call
         self._renderer = renderer
         self._token_bytes = lru_cache(maxsize=None)(renderer.token_bytes)  # prompts and lists of likeliest repeat many
-        self._thought_end: list[int] = []
-        self._tools = [] if self._chat is None else [tool.name for tool in self._chat.tools]
+        thought_end: list[int] = []
         self._kept: tuple[int, Message] | None = None  # where the first mark begins, and the turn up to there
         if self._chat is not None:
             for name in THOUGHTS:
                 with suppress(TaskError):  # a tokenizer that cannot write it has no thoughts
                     thought = renderer.parse(renderer.encode(f"<{name}>a</{name}>"), FinishReason.LENGTH)
                     if thought.reasoning == "a" and not thought.content:
-                        self._thought_end = renderer.encode(f"</{name}>")
+                        thought_end = renderer.encode(f"</{name}>")
         self._text = StreamedText(
             renderer.decode,
             stops=call.stop,
             parse=None if self._chat is None else lambda tokens, end: self._parse([*tokens], FinishReason.LENGTH, end),
-            thought_end=self._thought_end,
-            tools=self._tools,
+            thought_end=thought_end,
+            tools=[] if self._chat is None else [tool.name for tool in self._chat.tools],
         )
         self._pieces: list[Piece] = []
         self._sent = 0  # pieces
@@ -306,7 +305,7 @@ class ChoiceReader:
             content = message.content + "".join(call.raw for call in message.tool_calls)
             if message.reasoning and not content and not message.tool_calls:
                 # A thought that was cut off reads as if it had ended there; some formats strip only one that ended.
-                thought = self._parse(turn, FinishReason.LENGTH, self._thought_end)
+                thought = self._parse(turn, FinishReason.LENGTH, self._text.thought_end)
                 message = message if thought.content else thought
             message = message._replace(
                 content=content[: self._first_stop(content)],
@@ -332,7 +331,7 @@ class ChoiceReader:
         assert self._chat is not None
         said = self._renderer.parse(tokens, reason, self._prompt, self._chat.tools)
         # GLM's formats strip it only beside calls
-        return said._replace(content=said.content.lstrip()) if self._tools else said
+        return said._replace(content=said.content.lstrip()) if self._text.tools else said
 
     def _keep(self, turn: list[int]) -> None:
         """Find the first mark: content before it may have been streamed, and none behind it."""
@@ -345,7 +344,7 @@ class ChoiceReader:
         said = self._as_format(turn[:before], FinishReason.LENGTH)
         content = said.content.rstrip()
         kept = len(text[: mark.start()].rstrip()), said._replace(content=content)
-        self._kept = kept if content and not _may_be_call(content, self._tools) else (0, Message("assistant", ""))
+        self._kept = kept if content and not _may_be_call(content, self._text.tools) else (0, Message("assistant", ""))
 
     def _delta(self, news: News, new: Piece, choice: Choice | None = None) -> Delta:
         first_call, self._called = self._called, self._called + len(news.calls)
@@ -386,10 +385,8 @@ class ChoiceReader:
 
     def _logprob(self, place: int, token: int, logprob: float, top: Iterable[tuple[int, float]]) -> TokenLogprob:
         likeliest = [(self._bytes(each, place), value) for each, value in top if value > LOWEST_LOGPROB]
-        # not `max`, which may return NaN
-        return TokenLogprob(
-            self._bytes(token, place), logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB, likeliest
-        )
+        told = logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB  # not `max`, which may return NaN
+        return TokenLogprob(self._bytes(token, place), told, likeliest)
 
     def _bytes(self, token: int, place: int) -> bytes:
         text = HALF if place else self._renderer.decode([token])  # some tokenizers begin a text in another way

@@ -39,10 +39,8 @@ class GatewayConfig:
         if self.rollout_keys and self.api_key:
             raise ConfigError("gateway.rollout_keys gives every rollout a key of its own: leave gateway.api_key out")
         if not self.api_key and not self.rollout_keys and not is_loopback(self.host):
-            raise ConfigError(
-                f"--host {self.host} can be reached from other machines: name a key that clients must send "
-                "(--api-key), or listen on 127.0.0.1"
-            )
+            remedy = "name a key that clients must send (--api-key), or listen on 127.0.0.1"
+            raise ConfigError(f"--host {self.host} can be reached from other machines: {remedy}")
 
 
 def is_loopback(host: str) -> bool:

@@ -46,7 +46,8 @@ class MeshClient:
         """Handle of rank 0, for those who call the mesh."""
         self.ranks: list[Connection] = []
         self.has_worked: bool | None = None
-        """Whether these actors have worked: their death is no failed start then. None: the time until it decides."""
+        """Whether these actors have done their work once: if they die now, that is no failed start. None: it cannot be
+        known, and the time that they were up decides."""
         self.files_left = ""
         """Channel of the shared memory that the last mesh left. Whoever has ended its processes removes the files."""
         self.pulses: list[Pulse] = []
