@@ -19,7 +19,7 @@ from dying_trainer import DEATH, DyingTrainer
 from monarch.actor import this_proc
 from support.meshes import mesh_plan
 
-from titan_rl.actors.trainer import CallQueue
+from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.actors.trainer_client import TrainerClient
 from titan_rl.config import LoopConfig, PlacementConfig, RunConfig, WeightsConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
@@ -39,30 +39,33 @@ from titan_rl.weights.puller import SharedMemoryReader
 from titan_rl.weights.segment_files import DIRECTORY, remove_segments_of
 
 
-async def test_calls_run_in_the_order_in_which_they_arrive() -> None:
-    queue, ran = CallQueue(rank=0), []
-    calls = [asyncio.create_task(queue.run(number, lambda number=number: ran.append(number))) for number in range(4)]
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> PolicyTrainer:
+    monkeypatch.setenv("RANK", "3")
+    return PolicyTrainer(RunConfig(), model_path="", device="cpu")
+
+
+async def test_calls_run_in_the_order_in_which_they_arrive(rank: PolicyTrainer) -> None:
+    ran: list[int] = []
+    calls = [asyncio.create_task(rank.in_turn(number, lambda number=number: ran.append(number))) for number in range(4)]
     await asyncio.gather(*calls)
     assert ran == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("number", [0, 2])
-async def test_a_call_whose_turn_it_is_not_is_refused(number: int) -> None:
-    queue = CallQueue(rank=3)
-    await queue.run(0, lambda: None)
+async def test_a_call_whose_turn_it_is_not_is_refused(rank: PolicyTrainer, number: int) -> None:
+    await rank.in_turn(0, lambda: None)
     with pytest.raises(TrainingError, match=f"trainer rank 3 got call {number}, and the next is 1"):
-        await queue.run(number, lambda: None)
-    assert await queue.run(1, lambda: "ran") == "ran"
+        await rank.in_turn(number, lambda: None)
+    assert await rank.in_turn(1, lambda: "ran") == "ran"
 
 
-async def test_a_call_that_raises_does_not_stop_the_next() -> None:
-    queue = CallQueue(rank=0)
-
+async def test_a_call_that_raises_does_not_stop_the_next(rank: PolicyTrainer) -> None:
     def fail() -> None:
         raise TrainingError("NaN in the loss")
 
-    first = asyncio.create_task(queue.run(0, fail))
-    second = asyncio.create_task(queue.run(1, lambda: "ran"))
+    first = asyncio.create_task(rank.in_turn(0, fail))
+    second = asyncio.create_task(rank.in_turn(1, lambda: "ran"))
     with pytest.raises(TrainingError, match="NaN"):
         await first
     assert await second == "ran"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from titan_rl.actors.router_client import RouterClient
@@ -18,14 +18,13 @@ from titan_rl.errors import ActorFailed, ActorGone, ConfigError, GatewayGone, Re
 from titan_rl.gateway.config import GatewayConfig
 from titan_rl.metrics.timeline import timeline
 from titan_rl.rollout.trajectory import RolloutRequest, Trajectory
-from titan_rl.rpc.connection import ConnectedActor, RemoteMethod, endpoint
+from titan_rl.rpc.connection import ConnectedActor, endpoint
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.types import Endpoint
 
 if TYPE_CHECKING:
     from titan_rl.gateway.app import GatewayServer
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 STATUS_SECONDS = 20.0
@@ -103,8 +102,6 @@ class Gateway(ConnectedActor):
 
 
 class GatewayClient(MeshClient):
-    """The gateway as its owner sees it."""
-
     actor_class = Gateway
 
     def __init__(self, *, start_seconds: float) -> None:
@@ -127,24 +124,21 @@ class RolloutGatewayClient:
     replacement, so no call has a bound of its own.
     """
 
-    def __init__(self, gateway: Any, *, is_replaced: bool = False) -> None:
-        """`is_replaced`: whether `open` waits for another gateway when this one is gone, as in `MeshClient`."""
-        self._gateway = MeshClient("gateway", [gateway], is_replaced=is_replaced)
+    def __init__(self, gateway: Any) -> None:
+        self._gateway = MeshClient("gateway", [gateway])
+        self._call = self._gateway.ranks[0].call
 
     def replace(self, actors: Sequence[Any]) -> None:
         self._gateway.replace(actors)
 
     async def open(self, request: RolloutRequest) -> Endpoint:
-        return await self._gateway.retry_on_replacement(lambda: self._call(Gateway.open_rollout, request))
+        return await self._gateway.retry_on_replacement(lambda: self._call(None, Gateway.open_rollout, request))
 
     async def idle(self, session_id: str, seconds: float) -> None:
-        await self._of_session(session_id, self._call(Gateway.idle, session_id, seconds))
+        await self._of_session(session_id, self._call(None, Gateway.idle, session_id, seconds))
 
     async def close(self, session_id: str) -> Trajectory:
-        return await self._of_session(session_id, self._call(Gateway.close_rollout, session_id))
-
-    async def _call(self, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._gateway.ranks[0].call(None, endpoint, *args, **kwargs)
+        return await self._of_session(session_id, self._call(None, Gateway.close_rollout, session_id))
 
     async def _of_session(self, session_id: str, call: Awaitable[T]) -> T:
         try:

@@ -62,8 +62,7 @@ class Generator(RequestServer):
     @endpoint
     async def setup(self, rank0: Any, relay: Any = None) -> int:
         """Build the engine and start its loop; returns this process's id. Nothing is served before the first verified
-        pull. A follower reports its failure to rank 0. `relay`: handle of the `WeightRelay` of this host; None:
-        publications are here without one."""
+        pull. A follower reports its failure to rank 0. `relay`: of this host; None: publications are here without."""
         self._rank0 = Connection(rank0, what=f"{self._name}.{{}} of rank 0")
         await Generator.set_peers.answer(self, relay)
         tell = asyncio.get_running_loop().call_soon_threadsafe  # what the engine thread has to say
@@ -95,9 +94,7 @@ class Generator(RequestServer):
     @endpoint
     async def pull_model_state_dict(self, publication: Publication) -> PolicyVersion:
         """The weights may be older than those before: groups of an exact version are played again."""
-        version = await self._pulled(publication, lambda: self._running().pull(publication))
-        _log.info("serving %s", version)
-        return version
+        return await self._pulled(publication, EngineLoop.pull)
 
     @endpoint
     async def sleep(self) -> int:
@@ -105,9 +102,7 @@ class Generator(RequestServer):
 
     @endpoint
     async def wake_up(self, publication: Publication) -> PolicyVersion:
-        version = await self._pulled(publication, lambda: self._running().wake_up(publication))
-        _log.info("awake, serving %s", version)
-        return version
+        return await self._pulled(publication, EngineLoop.wake_up)
 
     @endpoint
     async def set_peers(self, relay: Any) -> None:
@@ -132,13 +127,17 @@ class Generator(RequestServer):
             await self._outcome(self._loop.close())
         self.fail_all(GeneratorFailed(f"{self._name} was closed"))
 
-    async def _pulled(self, publication: Publication, pull: Callable[[], Future[PolicyVersion]]) -> PolicyVersion:
+    async def _pulled(
+        self, publication: Publication, pull: Callable[[EngineLoop, Publication], Future[PolicyVersion]]
+    ) -> PolicyVersion:
         """Bring the weights to this host while the engine goes on, then pull them. A relay that is gone is replaced, or
         ends the run; the router bounds the wait."""
         self._running()
         if (relay := self._relay) is not None:
             await relay.retry_on_replacement(lambda: relay.ranks[0].call(None, WeightRelay.bring, publication))
-        return await self._outcome(pull())
+        version = await self._outcome(pull(self._running(), publication))
+        _log.info("serving %s", version)
+        return version
 
     def _running(self) -> EngineLoop:
         if self._failure is not None:
@@ -180,8 +179,7 @@ class Generator(RequestServer):
         self._fail(GeneratorFailed(f"{self._name} rank {self._rank} failed: {type(error).__name__}: {error}"))
 
     def _fail(self, cause: GeneratorFailed) -> None:
-        """Fail all open requests and calls, then end the process. Keeps the first cause: later errors, such as a broken
-        collective, follow from it."""
+        """Fail all open requests and calls, then end the process. The first cause counts: later ones follow from it."""
         if self._failure is None:
             self._failure = cause
             self._failed.set()
@@ -204,8 +202,6 @@ class Generator(RequestServer):
 
 
 class GeneratorClient(MeshClient):
-    """All ranks of one generator as one object. Rank 0 takes requests and pulls."""
-
     actor_class = Generator
 
     async def _set_up(self, peers: dict[str, Any]) -> list[int]:

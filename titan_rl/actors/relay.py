@@ -23,7 +23,7 @@ import math
 import mmap
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +39,7 @@ from titan_rl.weights.manifest import Publication
 from titan_rl.weights.segment_files import Identity, create_segment, identity_of, map_segment, segment_at
 
 LEAST_CHUNK_BYTES, MOST_CHUNKS = 256 << 10, 512
-"""A publication has so many chunks that the hops of a few of them do not count, and so few that a message for each does
-not count either."""
+"""A publication has so many chunks that the hops of a few do not count, and so few that their messages do not count."""
 
 READS = 3
 """Chunks that are fetched from one parent at a time: while one is on the link, others are asked for and stored."""
@@ -80,10 +79,6 @@ class _Slot:
         start = index * self.chunk_bytes
         return slice(start, min(start + self.chunk_bytes, self.publication.manifest.nbytes))
 
-    def missing(self) -> deque[int]:
-        """Chunks that are still to come."""
-        return deque(chunk for chunk, here in enumerate(self.here) if not here.done())
-
     def fail(self, error: Exception) -> None:
         """What is not here will not come."""
         for future in self.here:
@@ -104,23 +99,21 @@ class WeightRelay(ConnectedActor):
 
     @endpoint
     async def setup(self, relays: Relays) -> int:
-        """Returns this process's id."""
         timeline.follow(lambda: "weights")
         await WeightRelay.set_peers.answer(self, relays)
         return os.getpid()
 
     @endpoint
     async def set_peers(self, relays: Relays) -> None:
+        before, self._relays = self._relays, {}
         for host, (replacements, relay) in relays.items():
-            if host not in self._relays:
-                self._relays[host] = replacements, Connection(relay, what=f"{{}} of the relay on {host}")
-            elif self._relays[host][0] != replacements:
-                connection = self._relays[host][1]
+            known, connection = before.pop(host, (replacements, None))
+            connection = connection or Connection(relay, what=f"{{}} of the relay on {host}")
+            if known != replacements:
                 connection.replace(relay)
-                self._relays[host] = replacements, connection
-        for host in self._relays.keys() - relays.keys():
-            self._relays.pop(host)[1].lose(f"{host} has left")
-        self._relays = {host: self._relays[host] for host in relays}
+            self._relays[host] = replacements, connection
+        for host, (_, connection) in before.items():
+            connection.lose(f"{host} has left")
 
     @endpoint
     async def bring(self, publication: Publication) -> None:
@@ -137,8 +130,7 @@ class WeightRelay(ConnectedActor):
 
     @endpoint
     async def open(self, publication: Publication) -> list[RDMABuffer]:
-        """Let another relay read this publication, which comes here too if it is not here. Returns a handle on each
-        chunk, to be read when it has arrived."""
+        """Let another relay read this, which comes here too. Returns a handle on each chunk, for when it is here."""
         slot = await self._slot_of(publication)
         if self._host not in publication.hosts:
             self._transfer(slot)
@@ -146,8 +138,7 @@ class WeightRelay(ConnectedActor):
 
     @endpoint
     async def arrived(self, serial: int, chunk: int) -> None:
-        """Returns when a chunk of the opened publication of this number is here. Raises WeightsError if it will not
-        come."""
+        """Returns when a chunk of this opened publication is here. Raises WeightsError if it will not come."""
         slot = next((each for each in self._slots.values() if each.publication.serial == serial), None)
         if slot is None:
             raise WeightsError("it is gone: a later publication has its place")
@@ -175,8 +166,7 @@ class WeightRelay(ConnectedActor):
             return slot
 
     def _prepare(self, publication: Publication, before: _Slot | None) -> _Slot:
-        """Memory for a publication, that of the one before it if it can be. In a thread, because Monarch does not
-        register memory in an event loop."""
+        """Memory for it, if possible that of the one before. In a thread: Monarch registers none in an event loop."""
         nbytes, file = publication.manifest.nbytes, segment_at(publication.location)
         brings = self._host not in publication.hosts
         if (
@@ -222,7 +212,7 @@ class WeightRelay(ConnectedActor):
             # each source begins a chain, which receivers join in turn
             receivers = [host for host in self._relays if host not in sources]
             parent = [*sources, *receivers][receivers.index(self._host)]
-            await self._fetch_from_any(slot, list(dict.fromkeys((parent, *sources))))
+            await self._fetch_from_any(slot, dict.fromkeys((parent, *sources)))
             if slot.file != (final := segment_at(slot.publication.location)):
                 os.replace(slot.file, final)
                 slot.file = final
@@ -230,7 +220,7 @@ class WeightRelay(ConnectedActor):
             slot.fail(error)
             raise
 
-    async def _fetch_from_any(self, slot: _Slot, holders: Sequence[str]) -> None:
+    async def _fetch_from_any(self, slot: _Slot, holders: Iterable[str]) -> None:
         """Fetch what is missing from the first of these hosts, and what that one does not give from the next."""
         reasons = []
         for holder in holders:
@@ -247,19 +237,18 @@ class WeightRelay(ConnectedActor):
         """Fetch what is missing from this host, some chunks at a time."""
         if holder not in self._relays:
             raise WeightsError("there is no such host")
-        connection = self._relays[holder][1]
-        call = connection.call
+        relay = self._relays[holder][1]
         opening = PATIENCE_SECONDS + slot.publication.manifest.nbytes // SLOWEST_MEMORY
-        handles = await call(opening, WeightRelay.open, slot.publication)
+        handles = await relay.call(opening, WeightRelay.open, slot.publication)
         seconds = PATIENCE_SECONDS + READS * slot.chunk_bytes // SLOWEST_BYTES_PER_SECOND
-        missing = slot.missing()
+        missing = deque(index for index, here in enumerate(slot.here) if not here.done())
         kept = self._buffers.setdefault(slot.chunk_bytes, [])
 
         async def fetch() -> None:
             buffer = kept.pop() if kept else memoryview(bytearray(slot.chunk_bytes))
             while missing:
                 index = missing.popleft()
-                await call(seconds, WeightRelay.arrived, slot.publication.serial, index)
+                await relay.call(seconds, WeightRelay.arrived, slot.publication.serial, index)
                 chunk = slot.chunk(index)
                 async with asyncio.timeout(seconds):
                     await handles[index].read_into(buffer, timeout=seconds)
@@ -270,14 +259,13 @@ class WeightRelay(ConnectedActor):
             kept.append(buffer)
 
         async with asyncio.TaskGroup() as tasks:
-            gone = tasks.create_task(connection.gone())
+            gone = tasks.create_task(relay.gone())
             await asyncio.wait([tasks.create_task(fetch()) for _ in range(READS)])
             gone.cancel()
 
 
 class RelayClient(MeshClient):
-    """The relay of one host. When it is lost, what it had brought is brought again. The segments are removed with all
-    files of the host's owner."""
+    """If it is lost, what it had brought is brought again. Its segments go with all files of the host's owner."""
 
     actor_class = WeightRelay
 

@@ -55,12 +55,11 @@ class RolloutWorker(StoreKeeper):
 
     @endpoint
     async def setup(self, router: Any, gateway: Any = None) -> tuple[int, str, TaskInfo]:
-        """Start the child process that runs user code. Returns this process's id, the name of its store, and what the
-        environment says about itself."""
+        """Start the process that runs user code. Returns this process's id, its store's name, and the `TaskInfo`."""
         self._router.replace([router])
         timeline.follow(self._waits_for)
         if gateway is not None:
-            self._gateway = RolloutGatewayClient(gateway, is_replaced=True)
+            self._gateway = RolloutGatewayClient(gateway)
         return os.getpid(), self._store.name, await self._runner.start(self._gateway)
 
     @endpoint
@@ -74,7 +73,9 @@ class RolloutWorker(StoreKeeper):
     @endpoint
     async def run_group(self, request: GroupRequest) -> GroupReport:
         """It starts before the first await, so that a `stop_groups` right behind this call stops it."""
-        task = self._begin(request)
+        task = asyncio.get_running_loop().create_task(self._runner.run_group(request, self._generate))
+        self._playing.add(task)
+        task.add_done_callback(self._playing.discard)
         with activity("rollout", group=request.group_id, attempt=request.attempt, purpose=request.purpose):
             try:
                 return await self._report(request, await task)
@@ -99,9 +100,8 @@ class RolloutWorker(StoreKeeper):
         if evaluated:
             self._evaluated.clear()
         decode = self._runner.renderer.decode
-        return await asyncio.to_thread(
-            lambda: [result.describe(rollout, decode, count=count) for result, count, rollout in found]
-        )
+        described = (result.describe(rollout, decode, count=count) for result, count, rollout in found)
+        return await asyncio.to_thread(list, described)
 
     @endpoint
     async def release(self, ids: tuple[int, ...]) -> HeldReport:
@@ -119,10 +119,6 @@ class RolloutWorker(StoreKeeper):
         return SampleBatch.of(refs)
 
     @endpoint
-    async def held(self) -> HeldReport:
-        return self._store.held()
-
-    @endpoint
     async def close(self) -> None:
         await self._runner.close()
         await self._router.disconnect()
@@ -137,17 +133,11 @@ class RolloutWorker(StoreKeeper):
             return "environment"
         return "programs" if self._playing else "slots"
 
-    def _begin(self, request: GroupRequest) -> asyncio.Task[GroupResult]:
-        async def generate(asked: GenerationRequest) -> Completion:
-            try:
-                return await self._router.generate(asked)
-            except RequestLost as error:  # a fault of engines has no reward: the group is played again
-                raise ActorGone(str(error)) from error
-
-        task = asyncio.get_running_loop().create_task(self._runner.run_group(request, generate))
-        self._playing.add(task)
-        task.add_done_callback(self._playing.discard)
-        return task
+    async def _generate(self, asked: GenerationRequest) -> Completion:
+        try:
+            return await self._router.generate(asked)
+        except RequestLost as error:  # a fault of engines has no reward: the group is played again
+            raise ActorGone(str(error)) from error
 
     async def _report(self, request: GroupRequest, result: GroupResult) -> GroupReport:
         """Store and report a finished group's samples: both or neither. `stop_groups` no longer reaches it."""

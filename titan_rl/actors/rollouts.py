@@ -26,7 +26,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from titan_rl.actors.rollout_worker import RolloutWorker
 from titan_rl.config import RunConfig
@@ -40,7 +40,6 @@ from titan_rl.rpc.connection import RemoteMethod
 from titan_rl.rpc.mesh_client import MeshClient
 from titan_rl.types import GroupKey, GroupRequest, Purpose
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 SUSPECTED = 3
@@ -111,10 +110,6 @@ class RolloutWorkerClient(MeshClient):
             self._releases.add(release)
             release.add_done_callback(self._releases.discard)
 
-    async def call(self, endpoint: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the worker, for at most `step_seconds`."""
-        return await self.ranks[0].call(self._rollouts.step_seconds, endpoint, *args, **kwargs)
-
 
 @dataclass(slots=True)
 class _Losses:
@@ -153,8 +148,7 @@ class Suspects:
 
 
 class RolloutWorkers:
-    """All workers as one object. Belongs to one event loop. A group is played by a worker that lives; if none does, it
-    waits for one."""
+    """Belongs to one event loop. A group is played by a worker that lives; if none does, it waits for one."""
 
     def __init__(self, config: RunConfig) -> None:
         self.start_seconds, self.step_seconds = config.placement.start_seconds, config.placement.step_seconds
@@ -182,13 +176,8 @@ class RolloutWorkers:
 
     async def run_group(self, request: GroupRequest) -> GroupReport:
         """Play one group. The caller owns the samples of the returned report. The report of a group that ends what
-        plays it says so, and no rollout was played.
-
-        Raises:
-            ActorGone: what played it is gone; play it again, under the next attempt number.
-            GroupStopped: `stop_groups` ended it.
-            TitanError: another error ended it. None of its samples are stored.
-        """
+        plays it says so, and no rollout was played. After any error none of its samples are stored. Raises ActorGone:
+        what played it is gone; play it again, under the next attempt number. GroupStopped: `stop_groups` ended it."""
         if any(request.key in worker.playing for worker in self.workers):
             raise ValueError(f"{request} is being played already")
         group = (request.purpose, request.group_id)
@@ -250,9 +239,8 @@ class RolloutWorkers:
                 ref = group.samples.refs[0]  # any of its samples
                 wanted.setdefault(ref.store, []).append((ref.sample_id, len(group.rollouts), each))
         try:
-            known = await self._all(
-                RolloutWorker.describe, {store: (purpose, tuple(its)) for store, its in wanted.items()}
-            )
+            asked = {store: (purpose, tuple(its)) for store, its in wanted.items()}
+            known = await self._all(RolloutWorker.describe, asked)
         except TitanError as error:
             _log.warning("rollouts cannot be shown: %s", error)
             return []
@@ -261,8 +249,7 @@ class RolloutWorkers:
         return [found[name] for name in names if name in found]
 
     async def release(self, batch: SampleBatch) -> list[HeldReport]:
-        """Free a batch's samples; call it once per batch. Returns what their stores still hold. The samples of a
-        worker that is gone are free already."""
+        """Free a batch's samples, once; those of a worker that is gone are free. Returns what the stores still hold."""
         return await self._all(RolloutWorker.release, {store: (ids,) for store, ids in batch.stored_ids.items()})
 
     async def take_over(self, reports: Iterable[GroupReport]) -> list[GroupReport]:
@@ -275,13 +262,14 @@ class RolloutWorkers:
             while True:
                 living = await self._alive()
                 with suppress(ActorGone):
-                    samples = await living[number % len(living)].call(RolloutWorker.take_over, read)
+                    worker = living[number % len(living)].ranks[0]
+                    samples = await worker.call(self.step_seconds, RolloutWorker.take_over, read)
                     return dataclasses.replace(report, samples=samples)
 
         return await asyncio.gather(*itertools.starmap(store, enumerate(reports)))
 
     async def held(self) -> list[HeldReport]:
-        return await self._all(RolloutWorker.held, dict.fromkeys(self.stores, ()))
+        return await self._all(RolloutWorker.release, dict.fromkeys(self.stores, ((),)))
 
     @property
     def _living(self) -> list[RolloutWorkerClient]:
@@ -310,8 +298,8 @@ class RolloutWorkers:
 
     async def _all(self, endpoint: RemoteMethod[..., T], arguments: Mapping[str, tuple[Any, ...]]) -> list[T]:
         """The answers of the workers with these stores, called with these arguments, that do not die meanwhile."""
-        called = [worker for worker in self._living if worker.store in arguments]
-        calls = (worker.call(endpoint, *arguments[worker.store]) for worker in called)
+        called = ((worker.ranks[0], arguments[worker.store]) for worker in self._living if worker.store in arguments)
+        calls = (worker.call(self.step_seconds, endpoint, *its) for worker, its in called)
         outcomes = await asyncio.gather(*calls, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, ActorGone):

@@ -41,8 +41,7 @@ class RouterClient(RequestClient):
 
     async def generate(self, request: GenerationRequest) -> Completion:
         """The completion of one request. Cancelling the call aborts the engine's work. Raises RequestError: the request
-        is invalid, or generators died while they ran it; GeneratorFailed, ActorFailed: no generator
-        can serve it."""
+        is invalid, or generators died while they ran it; GeneratorFailed, ActorFailed: no generator can serve it."""
         asked_at = time.monotonic()
         completion = await self.retry_on_replacement(lambda: self._generate(request))
         elsewhere = time.monotonic() - asked_at - completion.metrics.get("generation/seconds_in_engine", 0.0)
@@ -66,8 +65,7 @@ class RouterClient(RequestClient):
 
     async def stream(self, request: GenerationRequest, on_piece: Callable[[Piece], object]) -> Completion:
         """As `generate`. Until it returns, `on_piece` is called with the tokens in pieces, as they are sampled; it must
-        not raise. The pieces hold each token of the completion once and in order, even if the request moves to another
-        generator or to new weights."""
+        not raise. They hold each token once and in order, even if the request moves to another generator or weights."""
         request_id, shown = request.request_id, Shown()
         if request_id in self._shows or request_id in self._open:
             raise _in_use(request_id)
@@ -114,11 +112,9 @@ class RouterClient(RequestClient):
         self._wanted = wanted
         newest = max(publication.version for publication in wanted)
 
-        async def pull() -> FleetPull:  # made again, it still wants what was wanted last
-            endpoint = GeneratorRouter.pull_model_state_dict
-            return await self.connection.call(None, endpoint, self._wanted, version or newest)
-
-        outcome = await self.retry_on_replacement(pull)
+        call, endpoint = self.connection.call, GeneratorRouter.pull_model_state_dict
+        # a call that is made again wants what was wanted last
+        outcome = await self.retry_on_replacement(lambda: call(None, endpoint, self._wanted, version or newest))
         if not outcome.serving:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in outcome.failures.items())
             raise WeightsError(f"{outcome.version} is served by nobody: {reasons}")

@@ -1,7 +1,6 @@
 """Samples out of stores on any host: shared memory on the same host, a call of the store's actor on others.
 
-A micro-batch is about a megabyte, so nothing but a call is needed between hosts. The reader verifies the samples in its
-own memory.
+A micro-batch is about a megabyte, so a call is enough between hosts. The reader verifies samples in its own memory.
 """
 
 import asyncio

@@ -47,25 +47,8 @@ STATE, SAMPLES = "trainer", "samples"
 _log = logging.getLogger(__name__)
 
 
-class CallQueue:
-    """Runs the calls of one rank in one thread, as they come over its connection, which keeps their order. Belongs to
-    one event loop."""
-
-    def __init__(self, *, rank: int) -> None:
-        self._rank = rank
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._next = 0
-
-    async def run(self, sequence: int, work: Callable[[], T]) -> T:
-        """Run `work` after all calls with a smaller number. Raises TrainingError: another number is next."""
-        if sequence != self._next:
-            raise TrainingError(f"trainer rank {self._rank} got call {sequence}, and the next is {self._next}")
-        self._next += 1
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
 def in_order(method: Callable[Concatenate[Any, P], T]) -> RemoteMethod[Concatenate[int, P], T]:
-    """An endpoint of `PolicyTrainer` that runs in its `CallQueue`; callers put the call's number first."""
+    """An endpoint of `PolicyTrainer` that runs when it is its turn; callers put the call's number first."""
 
     async def answer(self: PolicyTrainer, sequence: int, *args: P.args, **kwargs: P.kwargs) -> T:
         def work() -> T:
@@ -75,15 +58,14 @@ def in_order(method: Callable[Concatenate[Any, P], T]) -> RemoteMethod[Concatena
             finally:
                 timeline.doing("wait", "rollouts")
 
-        return await self.calls.run(sequence, work)
+        return await self.in_turn(sequence, work)
 
     answer.__name__, answer.__qualname__, answer.__doc__ = method.__name__, method.__qualname__, method.__doc__
     return endpoint(answer)
 
 
 class PolicyTrainer(ConnectedActor):
-    """One rank: a `PolicyUpdater` and a publisher of its weights. The endpoints are the calls of `TrainerClient`, which
-    documents them."""
+    """One rank: a `PolicyUpdater` and a publisher of its weights. `TrainerClient` documents the endpoints."""
 
     def __init__(self, config: RunConfig, *, model_path: str, device: str, hosts: Sequence[str] = ()) -> None:
         """`hosts`: of every rank, by rank, where there are several."""
@@ -98,7 +80,15 @@ class PolicyTrainer(ConnectedActor):
         self._copied: tuple[TrainingSample, ...] = ()  # for the checkpoint that is being written
         self._in_step = 0  # the thread that makes a step
         self._is_warm = device == "cpu"  # on CUDA the first step may compile for minutes
-        self.calls = CallQueue(rank=self._rank)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")  # of all calls that have a turn
+        self._next = 0  # the number of the call whose turn it is
+
+    async def in_turn(self, sequence: int, work: Callable[[], T]) -> T:
+        """Run `work` behind all calls with a smaller number. Raises TrainingError: another number is next."""
+        if sequence != self._next:
+            raise TrainingError(f"trainer rank {self._rank} got call {sequence}, and the next is {self._next}")
+        self._next += 1
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     @endpoint
     async def pulse(self) -> Pulse:
@@ -168,7 +158,7 @@ class PolicyTrainer(ConnectedActor):
             before, self._updater.samples = self._updater.samples, source
             return before
 
-        before = await self.calls.run(sequence, attach)
+        before = await self.in_turn(sequence, attach)
         if isinstance(before, AnyHostSource):
             await before.close()
 
@@ -243,16 +233,14 @@ class PolicyTrainer(ConnectedActor):
     @in_order
     def restore(self, directory: str, incarnation: int) -> tuple[int, str]:
         """Returns the step, and why no copies of the state are kept from now on."""
-        updater = self._updater
-        updater.restore(Path(directory, STATE), incarnation)
-        return updater.step, self._copy(reference=True)
+        self._updater.restore(Path(directory, STATE), incarnation)
+        return self._updater.step, self._copy(reference=True)
 
     @in_order
     def start_over(self, incarnation: int) -> None:
-        updater = self._updater
-        if updater.step:
-            raise TrainingError(f"the trainer cannot start over: it is at step {updater.step}")
-        updater.incarnation = incarnation
+        if step := self._updater.step:
+            raise TrainingError(f"the trainer cannot start over: it is at step {step}")
+        self._updater.incarnation = incarnation
 
     @in_order
     def publish_again(self, directory: str, version: PolicyVersion) -> Publication | None:
@@ -284,13 +272,11 @@ class PolicyTrainer(ConnectedActor):
         timeline.doing("publish")
         assert self._publisher is not None
         served_dtype = getattr(torch, self._config.generator.dtype)
-        base = self._updater.base
+        base, aliases = self._updater.base, self._updater.aliases
         shards: Iterable[TensorShard] = self._updater.local_shards()
         if stored is not None:
             shards = shards_of_files(stored) if base is not None or self._rank == 0 else ()
-        publication = self._publisher.publish(
-            version, shards, dtype=served_dtype, aliases=self._updater.aliases, base=base
-        )
+        publication = self._publisher.publish(version, shards, dtype=served_dtype, aliases=aliases, base=base)
         return publication if self._rank == 0 else None
 
     def _copy(self, *, reference: bool = False) -> str:

@@ -36,13 +36,10 @@ RankCall = Callable[[int, int], Coroutine[Any, Any, T]]
 WARM_UP = "; before the first RL step the trainer's state is copied only once the warm-up is over"
 
 NEWS_SECONDS = 1.0
-"""How long the news of a rank's end may take, if its host lives. Another one that was in a collective with it fails at
-once."""
+"""Within which a rank's end is heard of, if its host lives. Others that were in a collective with it fail at once."""
 
 
 class TrainerClient(MeshClient):
-    """All ranks of the trainer mesh as one object."""
-
     actor_class = PolicyTrainer
 
     def __init__(
@@ -53,13 +50,9 @@ class TrainerClient(MeshClient):
         on_hung: Callable[[str], None] = lambda reason: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """
-        Args:
-            start_seconds: bound on `setup` and `restore`.
-            on_hung: told of a call that was not answered within its bound. Its ranks, stuck in a collective, are of no
-                use any more: they must be ended and replaced.
-            say: told once if there is no room for copies of the state.
-        """
+        """`start_seconds`: bound on `setup` and `restore`. `on_hung`: told of a call that was not answered within its
+        bound. Its ranks, stuck in a collective, are of no use any more: they must be ended and replaced. `say`: told
+        once if there is no room for copies of the state."""
         super().__init__("trainer", start_seconds=start_seconds)
         self._config, where = config.trainer, config.placement
         self._step_seconds = where.step_seconds  # bound on any other call
@@ -121,10 +114,8 @@ class TrainerClient(MeshClient):
         """Train one batch; returns its metrics. The packing is planned here, from lengths alone; each rank
         fetches its own samples. `recorder`: collects the scores of the samples that it names.
 
-        Raises:
-            SamplesLost: samples are missing or damaged; the weights are untouched.
-            TrainingError: NaN or inf; the weights are untouched, or are not saved.
-            RollbackNeeded: the ranks died, and with them the state.
+        Raises SamplesLost: samples are missing or damaged; the weights are untouched. TrainingError: NaN or inf; the
+        weights are untouched, or are not saved. RollbackNeeded: the ranks died, and with them the state.
         """
         recorder = recorder or TokenScoreRecorder()
         answers = await self._step(PolicyTrainer.train_step, batch, recorder.names)
@@ -141,14 +132,12 @@ class TrainerClient(MeshClient):
         return answers[0]
 
     async def freeze_reference(self) -> None:
-        """RL begins: if the config has a KL term, the current weights become its reference. The first copy of the state
-        is made."""
+        """RL begins: the weights become the reference of the KL term, if there is one; the state is first copied."""
         reasons = await self._again(self._call(self._step_seconds, PolicyTrainer.freeze_reference))
         self._as_loaded = False
         self._tell(max(reasons))
 
     async def push_model_state_dict(self) -> Publication:
-        """Publish the current weights for generators to pull."""
         return self._note(await self._again(self._call(self._step_seconds, PolicyTrainer.push_model_state_dict)))
 
     async def release(self, publication: Publication) -> None:
@@ -187,8 +176,7 @@ class TrainerClient(MeshClient):
         self._as_loaded = False
 
     async def start_over(self, incarnation: int) -> None:
-        """Begin as this incarnation with the policy as it was loaded, which is what new ranks hold: ranks that have
-        trained are replaced."""
+        """Begin as this incarnation with the policy as it was loaded. Ranks that have trained are replaced."""
         trained = not (self._as_loaded or self._state_lost)
         self.version, self._as_loaded, self._state_lost = PolicyVersion(incarnation, 0), True, ""
         if trained:
@@ -198,9 +186,8 @@ class TrainerClient(MeshClient):
 
     async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:
         """Publish an older version that the checkpoint in `directory` keeps."""
-        return self._note(
-            await self._again(self._call(self._step_seconds, PolicyTrainer.publish_again, str(directory), version))
-        )
+        call = self._call(self._step_seconds, PolicyTrainer.publish_again, str(directory), version)
+        return self._note(await self._again(call))
 
     async def close(self) -> None:
         await self._all(self._call(self._step_seconds, PolicyTrainer.free))

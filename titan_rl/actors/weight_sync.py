@@ -67,11 +67,7 @@ class RoutedGenerator(RequestClient):
 class WeightSync:
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._config = config = router.config
-        self._fleet = router.fleet
-        self._dispatcher = router.dispatcher
-        self._generators = router.generators
-        self.plan = VersionPlan(self._fleet, config)
+        self.plan = VersionPlan(router.fleet, router.config)
         self._publications: dict[PolicyVersion, Publication] = {}  # of the wanted versions
 
     def want(self, wanted: Sequence[Publication], *, served: bool = False) -> None:
@@ -82,8 +78,8 @@ class WeightSync:
             self.plan.served |= self._publications.keys()
 
     def begin(self) -> None:
-        for name in self.plan.begin(self._dispatcher):
-            generator = self._generators[name]
+        for name in self.plan.begin(self._router.dispatcher):
+            generator = self._router.generators[name]
             generator.sync = asyncio.get_running_loop().create_task(self._change(generator))
             generator.sync.add_done_callback(self._ended)
 
@@ -91,7 +87,7 @@ class WeightSync:
         """Who serves the version, and why others serve nothing."""
         version = self.plan.counted(version)
         serving, failures = [], {}
-        for health in self._fleet:
+        for health in self._router.fleet:
             if not health.phase.serves:
                 failures[health.name] = health.reason or f"it is {health.phase}"
             elif health.version == version:
@@ -103,16 +99,16 @@ class WeightSync:
         GeneratorNotServing: it is not asleep, or no weights were published yet."""
         if not self.plan.wanted:
             raise GeneratorNotServing(f"{name} cannot be woken: there are no weights to pull yet")
-        self._fleet[name].wake()
+        self._router.fleet[name].wake()
         self._router.advance()
         await self._router.until(lambda: not self.plan.is_coming(name))
-        health = self._fleet[name]
+        health = self._router.fleet[name]
         if health.version is None or not health.phase.serves:
             raise GeneratorFailed(f"{name} did not come back: {health.reason}")
         return health.version
 
     async def stop(self) -> None:
-        tasks = [generator.sync for generator in self._generators.values() if generator.sync is not None]
+        tasks = [generator.sync for generator in self._router.generators.values() if generator.sync is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -120,8 +116,8 @@ class WeightSync:
     async def _change(self, generator: RoutedGenerator) -> None:
         """Change the weights of one generator: drain it, pull, let it serve again. Cancelled when it dies."""
         loop = asyncio.get_running_loop()
-        name, health = generator.name, self._fleet[generator.name]
-        drain, pull = self._config.drain_seconds, self._config.pull_seconds
+        name, health = generator.name, self._router.fleet[generator.name]
+        drain, pull = self._router.config.drain_seconds, self._router.config.pull_seconds
         # The drain counts too, because a stopped process never finishes it.
         late = loop.call_later(drain + pull, self._router.run, self._mark_late, generator)
         endless = loop.call_later(drain + ENDLESS_PULLS * pull, self._router.run, self._end_stuck, generator)
@@ -155,34 +151,33 @@ class WeightSync:
 
     async def _drained(self, generator: RoutedGenerator, seconds: float) -> None:
         """Wait until the generator is idle. Requests that still run after `seconds` are moved to other generators."""
-        name = generator.name
         try:
             async with asyncio.timeout(seconds):
                 await self._idle(generator)
         except TimeoutError:
-            stragglers = self._dispatcher.live_on(name)
-            _log.info("%s did not drain in %g s: %d go on elsewhere", name, seconds, len(stragglers))
+            stragglers = self._router.dispatcher.live_on(generator.name)
+            _log.info("%s did not drain in %g s: %d go on elsewhere", generator.name, seconds, len(stragglers))
             generator.abort(stragglers)
             await self._idle(generator)
 
     async def _idle(self, generator: RoutedGenerator) -> None:
         """Wait for this generator alone: to look at all that drain whenever one answers would be quadratic."""
-        while self._dispatcher.in_flight(generator.name):
+        while self._router.dispatcher.in_flight(generator.name):
             generator.idle.clear()
             await generator.idle.wait()
 
     def _mark_late(self, generator: RoutedGenerator) -> None:
         name = generator.name
-        if self._generators[name] is not generator:
+        if self._router.generators[name] is not generator:
             return
-        limit = f"router.pull_seconds ({self._config.pull_seconds:g})"
+        limit = f"router.pull_seconds ({self._router.config.pull_seconds:g})"
         reason = f"{name} takes new weights for longer than {limit}; it serves nothing until it has them"
         _log.warning("%s", reason)
-        self._fleet[name].late(reason)
+        self._router.fleet[name].late(reason)
         self._router.advance()
 
     def _end_stuck(self, generator: RoutedGenerator) -> None:
-        limit = f"{ENDLESS_PULLS} times router.pull_seconds ({self._config.pull_seconds:g})"
+        limit = f"{ENDLESS_PULLS} times router.pull_seconds ({self._router.config.pull_seconds:g})"
         reason = f"{generator.name} takes new weights for longer than {limit}: it ends, to be replaced"
         _log.warning("%s", reason)
         generator.connection.tell(Generator.fail, reason)
