@@ -16,10 +16,11 @@ from titan_rl.policy.config import TinyPolicyConfig
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Checkpoint directories tied_a, tied_b, and so on: two sets of weights, embeddings tied or not, or a Llama's."""
+    """Checkpoint directories tied_a, tied_b, …: two sets of weights, embeddings tied or not, or of another family."""
     cache = tmp_path_factory.mktemp("policies")
     models = {}
-    for kind, settings in (("tied", {}), ("untied", {"tied_embeddings": False}), ("llama", {"architecture": "llama3"})):
+    families = {"llama": {"architecture": "llama3"}, "moe": {"architecture": "qwen3_moe"}}
+    for kind, settings in {"tied": {}, "untied": {"tied_embeddings": False}, **families}.items():
         for seed, letter in enumerate("ab"):
             config = TinyPolicyConfig(**settings, seed=seed)
             models[f"{kind}_{letter}"] = sharper_policy(config, cache / f"{kind}_{letter}")

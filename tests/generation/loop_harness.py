@@ -44,9 +44,11 @@ SWAPS = (
     ("untied", "bfloat16", "packed"),
     ("llama", "float32", "packed"),
     ("llama", "bfloat16", "plain"),
+    ("moe", "float32", "plain"),
+    ("moe", "bfloat16", "packed"),
 )
 """Engines that take new weights: of which models, dtype, linear layers."""
-SWAPS_OF_CI = (SWAPS[0], SWAPS[4], SWAPS[6])
+SWAPS_OF_CI = (SWAPS[0], SWAPS[4], SWAPS[6], SWAPS[8])
 
 
 def sharper_policy(config: TinyPolicyConfig, directory: Path) -> str:

@@ -200,6 +200,19 @@ def transformer(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
 
 
+def by_expert(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Those of transformers, which stacks experts, by the names of the checkpoint."""
+    found = {name: array for name, array in arrays.items() if ".experts." not in name}
+    for name in arrays.keys() - found:
+        prefix, _, kind = name.rpartition(".")
+        for number, matrix in enumerate(arrays[name]):
+            parts = (
+                {"down": matrix} if kind == "down_proj" else dict(zip(("gate", "up"), np.split(matrix, 2), strict=True))
+            )
+            found |= {f"{prefix}.{number}.{part}_proj.weight": array for part, array in parts.items()}
+    return found
+
+
 def layout(
     model_path: str,
     save_to: str,

@@ -67,6 +67,17 @@ def test_llama_is_read_in_both_layouts_and_has_no_norms_of_heads(tmp_path):
     }
 
 
+def test_a_mixture_of_experts_is_read_in_both_layouts(tmp_path):
+    moe = {"model_type": "qwen3_moe", "moe_intermediate_size": 768, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    shape = read(tmp_path, **moe, num_experts=128)
+    assert shape == read(tmp_path, **moe, num_local_experts=128) and (shape.experts, shape.ffn) == (128, 768)
+    sizes = shape.tensor_shapes()
+    assert sizes["model.layers.27.mlp.gate.weight"] == (128, 1024) and "model.layers.0.mlp.up_proj.weight" not in sizes
+    assert sizes["model.layers.27.mlp.experts.127.down_proj.weight"] == (1024, 768)
+    with pytest.raises(ConfigError, match="trainer.tensor_parallel is 2: the trainer shards experts by"):
+        shape.check_tensor_parallel("trainer.tensor_parallel", 2)
+
+
 def test_an_untied_model_stores_its_head(tmp_path):
     assert "lm_head.weight" not in read(tmp_path).tensor_shapes()
     assert read(tmp_path, tie_word_embeddings=False).tensor_shapes()["lm_head.weight"] == (151936, 1024)
@@ -75,7 +86,7 @@ def test_an_untied_model_stores_its_head(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"model_type": "gemma"}, "'gemma'; the trainer computes 'qwen3', 'llama' only"),
+        ({"model_type": "gemma"}, "'gemma'; the trainer computes 'qwen3', 'qwen3_moe', 'llama' only"),
         (LLAMA | {"mlp_bias": True}, "mlp_bias"),
         (
             LLAMA | {"rope_scaling": {"rope_type": "yarn"}},
@@ -86,6 +97,8 @@ def test_an_untied_model_stores_its_head(tmp_path):
             {"rope_scaling": LLAMA["rope_scaling"]},
             "rope_type is 'llama3'; the trainer computes rope_type = 'default' only",
         ),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 768}, "num_experts"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6}}, "yarn"),

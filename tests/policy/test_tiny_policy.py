@@ -102,7 +102,7 @@ def test_transformers_loads_every_weight(cache, architecture, tied):
         np.testing.assert_array_equal(parameter.detach().numpy(), stored[name])
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama3"])
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "llama3"])
 def test_its_own_config_is_read_back(cache, architecture):
     config = TinyPolicyConfig(architecture=architecture, layers=3, tied_embeddings=False)
     assert read_shape(make_tiny_policy(config, cache)) == tiny_shape(config)
@@ -165,7 +165,7 @@ def test_making_one_imports_no_torch(tmp_path):
         ({"symbols": ""}, "symbols"),
         ({"kv_heads": 3}, "kv_heads"),
         ({"head_dim": 31}, "head_dim"),
-        ({"architecture": "gemma"}, "'gemma' names nothing: expected one of llama3, qwen3"),
+        ({"architecture": "gemma"}, "'gemma' names nothing: expected one of llama3, qwen3, qwen3_moe"),
     ],
 )
 def test_a_config_that_makes_no_policy_is_refused(tmp_path, change, word):

@@ -11,7 +11,16 @@ import numpy as np
 import policy_scenarios as scenario
 import pytest
 import torch
-from policy_scenarios import BATCHES, assemble, gradients, mixed_batch, on_layout, relative_error, transformer
+from policy_scenarios import (
+    BATCHES,
+    assemble,
+    by_expert,
+    gradients,
+    mixed_batch,
+    on_layout,
+    relative_error,
+    transformer,
+)
 from safetensors.numpy import load_file, save_file
 from support.ranks import Results, Scenario, cells
 from support.supports import impossible
@@ -23,14 +32,16 @@ from titan_rl.policy.models.tiny import make_tiny_policy
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 TEMPERATURE = 0.7
-TIED, UNTIED, LLAMA, OWN = "tied", "untied", "llama", "own"
+TIED, UNTIED, LLAMA, MOE, OWN = "tied", "untied", "llama", "moe", "own"
 CASES = [(policy, *ranks) for policy in (TIED, LLAMA) for ranks in LAYOUTS]
 CASES += [(policy, *ranks) for policy in (UNTIED, OWN) for ranks in ((1, 1), (2, 2))]
+CASES += [(MOE, 1, 1), (MOE, 2, 1)]
 SHARED_OTHERWISE: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "replicas of shards": ((4, 1), {"replicas": 2}),
     "replicas, sequence": ((2, 2), {"replicas": 2, "sequence_parallel": True, "activation_checkpointing": "selective"}),
 }
-BOTH_WAYS = [(policy, *ranks) for policy in (TIED, UNTIED, LLAMA) for ranks in ((1, 1), (2, 2))] + [(OWN, 1, 1)]
+BOTH_WAYS = [(policy, *ranks) for policy in (TIED, UNTIED, LLAMA) for ranks in ((1, 1), (2, 2))]
+BOTH_WAYS += [(OWN, 1, 1), (MOE, 1, 1), (MOE, 2, 1)]
 """What CI runs."""
 every_case = pytest.mark.parametrize("case", cells(CASES, ci=BOTH_WAYS), ids=str)
 spoilt_layouts = pytest.mark.parametrize("layout", cells(LAYOUTS[1:], ci=[(2, 1), (2, 2)]), ids=str)
@@ -85,6 +96,7 @@ def paths(tmp_path_factory, own_family) -> dict[str, Path]:
         TIED: make_tiny_policy(TinyPolicyConfig(), cache),
         UNTIED: make_tiny_policy(TinyPolicyConfig(tied_embeddings=False, seed=1), cache),
         LLAMA: make_tiny_policy(TinyPolicyConfig(architecture="llama3", tied_embeddings=False, seed=2), cache),
+        MOE: make_tiny_policy(TinyPolicyConfig(architecture="qwen3_moe", seed=3), cache),
         OWN: make_tiny_policy(TinyPolicyConfig(architecture=own_family, tied_embeddings=False), cache),
     }
 
@@ -193,7 +205,7 @@ def test_metrics_are_the_same_plain_floats_on_all_ranks(results, case):
         assert first == pytest.approx(one | {"imbalance": first["imbalance"]}, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("case", [(TIED, 1, 1), (UNTIED, 2, 2), (LLAMA, 1, 1)], ids=str)
+@pytest.mark.parametrize("case", [(TIED, 1, 1), (UNTIED, 2, 2), (LLAMA, 1, 1), (MOE, 2, 1)], ids=str)
 @pytest.mark.parametrize("batch_name", ["mixed", "truncated"])
 def test_the_clipped_gradient_is_the_one_derived_by_hand(results, paths, case, batch_name):
     """The clip leaves or removes a token's gradient: d loss = -A r d logprob where it leaves it."""
@@ -212,7 +224,8 @@ def test_the_clipped_gradient_is_the_one_derived_by_hand(results, paths, case, b
             loss = loss - 0.01 * entropy[position - 1]
     (loss / batch.trained_tokens).backward()
     assert {(True, True, True), (False, False, True), (True, False, False), (False, True, False)} <= sides
-    wanted = {name: parameter.grad.numpy().astype(np.float64) for name, parameter in model.named_parameters()}
+    gradients_of = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    wanted = {name: each.astype(np.float64) for name, each in by_expert(gradients_of).items()}
     assert relative_error(gradients_on(results[case], batch_name), wanted) < 2e-5
     norm = np.sqrt(sum(np.sum(gradient**2) for gradient in wanted.values()))
     assert results[case][0][batch_name, "metrics"]["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -239,8 +252,8 @@ def test_a_saved_checkpoint_is_loaded_by_transformers_and_is_the_trained_policy(
     assert all("others holds notes, which would be deleted" in rank["refused"] for rank in results[case])
     trained = assemble([rank[batches_of(case[0])[-1], "weights"] for rank in results[case]])
     model = AutoModelForCausalLM.from_pretrained(saved)
-    assert model.config.tie_word_embeddings == (case[0] == TIED)
-    parameters = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    assert model.config.tie_word_embeddings == (case[0] in (TIED, MOE))
+    parameters = by_expert({name: parameter.detach().numpy() for name, parameter in model.named_parameters()})
     assert parameters.keys() == trained.keys()
     for name in trained:
         np.testing.assert_array_equal(parameters[name], trained[name])

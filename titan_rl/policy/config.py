@@ -18,7 +18,7 @@ class TinyPolicyConfig:
     """A randomly initialised policy that is made on the spot, in Hugging Face format."""
 
     architecture: str = "qwen3"
-    """Whose layers it has: "qwen3", "llama3", or a family of your own, as `policy.architecture`."""
+    """Whose layers it has: "qwen3", "qwen3_moe", "llama3", or a family of your own, as `policy.architecture`."""
     tokenizer: Literal["symbols", "chat"] = "symbols"
     """"symbols": one token per character of `symbols`; nothing else can be written. "chat": Qwen3's chat format and its
     special tokens, over single bytes: any text can be written, one token per byte, so `max_length` must be larger."""
@@ -45,7 +45,7 @@ class PolicyConfig:
     """Which weights training starts from. Exactly one of `path` and `tiny`."""
 
     path: str = ""
-    """Directory of a checkpoint of Qwen3 or Llama 3 in Hugging Face format (config.json, *.safetensors, tokenizer)."""
+    """Directory of a checkpoint of Qwen3, Qwen3 MoE or Llama 3 in Hugging Face format (config.json, *.safetensors)."""
     architecture: str = ""
     """A family of your own, that checkpoints of its `model_type` have: `file.py:Name`."""
     tiny: TinyPolicyConfig | None = None

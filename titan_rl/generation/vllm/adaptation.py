@@ -54,6 +54,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 from titan_rl.errors import ConfigError, WeightsError
 from titan_rl.generation.config import GeneratorConfig
+from titan_rl.generation.vllm.experts import adapt_experts
 from titan_rl.generation.vllm.packed import PackedMatrix, packed
 from titan_rl.generation.vllm.rows import TILE, halved_linear, row_linear
 
@@ -81,6 +82,7 @@ def adapt(config: GeneratorConfig, model_path: Path) -> Linears:
     setattr(_CPUSHMDistributed, _stock_group_name.__name__, staticmethod(_group_name_of_process))
     setattr(RMSNorm, RMSNorm.forward_cpu.__name__, kernel_norm)
     setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, _build if config.deterministic else _stock_build)
+    adapt_experts(row_linear if config.deterministic else linear, halved=config.deterministic)
     return adapt_linear(linear_of(config, model_path))
 
 

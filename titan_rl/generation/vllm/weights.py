@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -58,6 +60,12 @@ def served_shards(model: torch.nn.Module, *, packed: bool = True) -> Iterator[Te
                 yield from _rows(data, name, [_Part(path, rows, rows, 0)], module.input_size, module.tp_rank * columns)
             elif kind is RMSNorm:
                 yield from _rows(data, name, [_Part(path, data.shape[0], data.shape[0], 0)])
+            elif kind is GateLinear:  # the block has it too, but the experts compute with theirs
+                if path.endswith(experts := ".experts.gate"):
+                    router = path.removesuffix(experts) + ".gate"
+                    yield from _rows(data, name, [_Part(router, data.shape[0], data.shape[0], 0)])
+            elif kind is RoutedExperts:
+                yield from _experts(path.removesuffix(".routed_experts"), name, parameter.data, module)
             else:
                 raise WeightsError(
                     f"{path}.{name}: the layout of {kind.__name__} is unknown, so its weights cannot be verified"
@@ -137,6 +145,20 @@ def _merged(names: list[str], module: MergedColumnParallelLinear) -> list[_Part]
         rows = size // module.tp_size
         parts.append(_Part(name, rows, size, module.tp_rank * rows))
     return parts
+
+
+def _experts(path: str, name: str, data: Tensor, module: RoutedExperts) -> Iterator[TensorShard]:
+    """`w13_weight` [E, 2F, D] is each expert's gate and up, `w2_weight` [E, D, F] its down; ranks share F."""
+    ranks, rank = (getattr(module.moe_config.moe_parallel_config, each) for each in ("tp_size", "tp_rank"))
+    for number, matrix in enumerate(data):
+        if name == "w2_weight":
+            rows, columns = matrix.shape
+            down = _Part(f"{path}.{number}.down_proj", rows, rows, 0)
+            yield from _rows(matrix, "weight", [down], ranks * columns, rank * columns)
+        else:
+            rows = len(matrix) // 2
+            pair = [_Part(f"{path}.{number}.{each}_proj", rows, ranks * rows, rank * rows) for each in ("gate", "up")]
+            yield from _rows(matrix, "weight", pair)
 
 
 def _part_names(path: str, fused: dict[str, list[str]]) -> list[str]:

@@ -127,7 +127,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{setting} ({degree}) must divide the policy's {' and '.join(uneven)}")
 
 
-ARCHITECTURES = {"qwen3": "titan_rl.policy.models.qwen3:Qwen3", "llama3": "titan_rl.policy.models.llama3:Llama3"}
+ARCHITECTURES = {
+    "qwen3": "titan_rl.policy.models.qwen3:Qwen3",
+    "qwen3_moe": "titan_rl.policy.models.qwen3_moe:Qwen3Moe",
+    "llama3": "titan_rl.policy.models.llama3:Llama3",
+}
 
 
 def read_shape(directory: Path, own: str = "") -> Architecture:
@@ -157,7 +161,8 @@ def read_shape(directory: Path, own: str = "") -> Architecture:
             raise ConfigError(f"{file}: {name} is {value!r}; the trainer computes {name} = {known} only")
     try:
         head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        scaling = {"rope_parameters": None if rope_type == "default" else rope}
-        return msgspec.convert(config | rope | {"head_dim": head_dim} | scaling, family, strict=False)
+        computed = {"head_dim": head_dim, "rope_parameters": None if rope_type == "default" else rope}
+        experts = {"num_experts": config.get("num_local_experts")}  # its name since transformers 5
+        return msgspec.convert(experts | config | rope | computed, family, strict=False)
     except (KeyError, TypeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{file} lacks a size of the model, or says it wrong: {error}") from None
