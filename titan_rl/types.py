@@ -68,7 +68,7 @@ def _require_arrays(owner: Any, dtypes: dict[str, np.dtype[Any]]) -> None:
         if length is not None and len(array) != length:
             raise ValueError(f"{owner.request_id}: {name} has {len(array)} elements, and there are {length} tokens")
         length = len(array)
-    for name in ("supports", "top_logprobs"):
+    for name in ("supports", "top_logprobs", "routes"):
         if (told := getattr(owner, name, None)) is not None and len(told) != length:
             raise ValueError(f"{owner.request_id}: {name} of {len(told)} tokens, and there are {length}")
 
@@ -161,6 +161,8 @@ class SamplingParams:
     with which it can still become that, and a stop token from the moment when it is. Empty: anything."""
     support: bool = False
     """Whether the completion says what each token was drawn from."""
+    routes: bool = False
+    """Whether it says which experts computed each token, if the policy is a mixture of experts."""
     top_logprobs: int = 0
     """Of so many tokens, the likeliest at each place, the completion has the logprobs too; at most `MOST_TOP`."""
     prompt_logprobs: bool = False
@@ -231,6 +233,12 @@ class Sampled:
     prompt_logprobs: np.ndarray | None = None
     """[T_prompt - 1, 1 + n] TOP, of each token of the prompt but its first: itself, then the likeliest. None: not asked
     for, or these are not the completion's first tokens."""
+    routes: np.ndarray | None = None
+    """[T, layers, k] int16, where that was asked for: the experts that computed the token before each of these, when
+    it was sampled; -1: not known. The token's version chose them."""
+    prompt_routes: np.ndarray | None = None
+    """[T_prompt - 1, layers, k] int16, likewise of the prompt's tokens but its last, cached ones too; the first token's
+    version chose them."""
 
     def __post_init__(self) -> None:
         _require_arrays(self, SAMPLED_ARRAYS)
@@ -273,6 +281,9 @@ def sampled_arrays(*parts: Sampled, start: int = 0, end: int | None = None) -> d
     top = np.concatenate(tops)[start:end] if tops else None
     prompt = parts[0].prompt_logprobs if parts and not start else None
     told = {"supports": supports and supports.select(slice(start, end)), "top_logprobs": top, "prompt_logprobs": prompt}
+    routes = [part.routes for part in parts if part.routes is not None]
+    told["routes"] = np.concatenate(routes)[start:end] if routes else None
+    told["prompt_routes"] = parts[0].prompt_routes if parts and not start else None
     return told | {
         name: np.concatenate([np.zeros(0, dtype), *(getattr(part, name) for part in parts)])[start:end]
         for name, dtype in SAMPLED_ARRAYS.items()
@@ -401,6 +412,16 @@ class TrainingSample:
     reward: float
     supports: Supports | None = None
     """What the L tokens were drawn from. None: each from the whole vocabulary."""
+    routes: np.ndarray | None = None
+    """[L, layers, k] int16, the experts that computed each token when the next one was sampled; -1: not known, as of
+    the last. The version of the next sampled token chose them. None: the trainer's own choice is as good."""
+    unrouted: int = 0
+    """Sampled tokens that are not trained because the experts of a token before them are not known."""
+
+    @property
+    def route_shape(self) -> tuple[int, int]:
+        """Layers and experts of `routes`."""
+        return (0, 0) if self.routes is None else self.routes.shape[1:]
 
     @property
     def support_bytes(self) -> int:
@@ -416,7 +437,8 @@ class TrainingSample:
         if not isinstance(self.advantages, np.ndarray):
             object.__setattr__(self, "advantages", np.where(self.loss_mask, np.float32(self.advantages), np.float32(0)))
         arrays = (self.token_ids, self.loss_mask, self.logprobs, self.versions, self.advantages)
-        lengths = {len(self.supports or self.token_ids), *map(len, arrays)}
+        routes = self.token_ids if self.routes is None else self.routes
+        lengths = {len(self.supports or self.token_ids), len(routes), *map(len, arrays)}
         if len(lengths) != 1:
             raise ValueError(f"group {self.group_id} sample {self.sample}: arrays of different lengths {lengths}")
         if len(self.loss_mask) and self.loss_mask[0]:

@@ -32,6 +32,8 @@ def sample_of(
         advantages=float(rng.normal()),
         reward=float(rng.random()),
         supports=supports_of(mask, rng) if truncated else None,
+        routes=rng.integers(-1, 128, (length, 3, 2), np.int16) if truncated and sample % 2 else None,
+        unrouted=sample,
     )
 
 
@@ -56,6 +58,7 @@ def all_bits(samples: Iterable[TrainingSample]) -> list[tuple[object, ...]]:
 def bits(sample: TrainingSample) -> tuple[object, ...]:
     """Everything of a sample, comparable; NaN equals itself."""
     arrays = [(array.dtype.str, array.tobytes()) for array in (getattr(sample, name) for name in ARRAYS)]
-    numbers = np.array([sample.advantage, sample.reward]).tobytes()
+    numbers = np.array([sample.advantage, sample.reward, sample.unrouted]).tobytes()
+    routes = None if sample.routes is None else (sample.routes.dtype.str, sample.routes.shape, sample.routes.tobytes())
     supports = sample.supports and (sample.supports.sizes.tobytes(), sample.supports.values.tobytes())
-    return (sample.group_id, sample.sample, numbers, supports, *arrays)
+    return (sample.group_id, sample.sample, numbers, supports, routes, *arrays)

@@ -28,6 +28,8 @@ REFS = st.builds(
     checksum=st.integers(0, 2**64 - 1),
     advantage=st.floats(),
     support_bytes=st.integers(0, 2**40),
+    route_shape=st.tuples(st.integers(0, 2**40), st.integers(0, 2**40)),
+    unrouted=st.integers(0, 2**40),
 )
 
 

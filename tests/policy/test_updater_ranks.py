@@ -121,6 +121,7 @@ def results(paths, directory, own_family) -> Results:
             save_to=str(directory / f"{policy}-{data}-{tensor}"),
             batches=batches_of(policy),
             architecture=own_family if policy == OWN else "",
+            replay_routes=False,  # no engine has sampled them
         )
     for name, (layout, settings) in SHARED_OTHERWISE.items():
         scenarios[name] = on_layout(

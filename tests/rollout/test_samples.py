@@ -1,7 +1,7 @@
 """Conversations as trees: every sampled token is trained once, behind what it was sampled behind (3 s)."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -77,6 +77,39 @@ def test_equal_answers_to_one_prompt_are_two_that_were_sampled():
     assert shown(tree) == ["1 2* 3*", "1 2* 3*"]
     tree.add(turn_of([1, 2, 3, 4], completion([5])))  # goes on from the younger one
     assert shown(tree) == ["1 2* 3*", "1 2* 3* 4 5*"]
+
+
+def routed(sampled, prompt, *, unknown=()) -> Completion:
+    """The experts of position p are p and p + 10 times the number of the first sampled token; `unknown`: positions."""
+    places = np.arange(prompt + len(sampled) - 1)
+    routes = np.stack([places, places + 10 * sampled[0]], -1)[:, None].astype(np.int16)
+    routes[list(unknown)] = -1
+    return replace(completion(sampled), prompt_routes=routes[: prompt - 1], routes=routes[prompt - 1 :])
+
+
+def test_each_token_has_the_experts_of_the_first_turn_that_sampled_a_token_after_it():
+    tree = TokenTree()
+    for prompt, sampled in (([1, 1], [2, 3, 4]), ([1, 1, 2, 3, 4, 5], [6]), ([1, 1, 2, 3, 7], [5])):
+        tree.add(turn_of(prompt, routed(sampled, len(prompt))))
+    first, second = samples_of(tree)
+    assert first.routes[:, 0].tolist() == [[p, p + (20 if p < 4 else 60)] for p in range(6)] + [[-1, -1]]
+    assert second.routes[:, 0].tolist() == [[p, p + (20 if p < 3 else 50)] for p in range(5)] + [[-1, -1]]
+    assert (first.unrouted, second.unrouted, first.route_shape) == (0, 0, (1, 2))
+
+
+@pytest.mark.parametrize(("unknown", "trained"), [((2,), [2]), ((0,), []), ((), [2, 3, 4])])
+def test_a_token_after_one_whose_experts_are_not_known_is_counted_and_not_trained(unknown, trained):
+    tree = TokenTree([turn_of([1, 1], routed([2, 3, 4], 2, unknown=unknown))])
+    (sample,) = samples_of(tree)
+    assert sample.token_ids[sample.loss_mask].tolist() == trained and sample.unrouted == 3 - len(trained)
+    assert (sample.versions[~sample.loss_mask] == NO_VERSION).all() and not sample.logprobs[~sample.loss_mask].any()
+
+
+def test_a_later_turn_that_tells_no_experts_is_not_trained_and_what_comes_after_it_neither():
+    tree = TokenTree([turn_of([1], routed([2, 3], 1)), turn_of([1, 2, 3, 4], completion([5, 6]))])
+    tree.add(turn_of([1, 2, 3, 4, 5, 6], routed([7], 6)))
+    (sample,) = samples_of(tree)
+    assert sample.token_ids[sample.loss_mask].tolist() == [2, 3] and sample.unrouted == 3
 
 
 def test_a_turn_without_a_sampled_token_is_refused():

@@ -21,9 +21,10 @@ _TOKEN_BYTES = 21  # token id, logprob, version, advantage and a byte of the mas
 _ALIGNMENT = 8  # of the size of an encoded sample, and so of the beginning of the next one
 
 
-def encoded_size(length: int, support_bytes: int = 0) -> int:
+def encoded_size(length: int, support_bytes: int = 0, route_shape: tuple[int, int] = (0, 0)) -> int:
     """Bytes of a sample of `length` tokens, as a store writes it."""
-    return -(-(length * _TOKEN_BYTES + support_bytes) // _ALIGNMENT) * _ALIGNMENT
+    token_bytes = _TOKEN_BYTES + 2 * math.prod(route_shape)
+    return -(-(length * token_bytes + support_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 class SampleRef(NamedTuple):
@@ -56,10 +57,14 @@ class SampleRef(NamedTuple):
     """Mean over the trained tokens."""
     support_bytes: int = 0
     """Of its supports; 0: every token was drawn from the whole vocabulary."""
+    route_shape: tuple[int, int] = (0, 0)
+    """Of its routes; zeros: it has none."""
+    unrouted: int = 0
+    """See `TrainingSample`."""
 
     @property
     def nbytes(self) -> int:
-        return encoded_size(self.length, self.support_bytes)
+        return encoded_size(self.length, self.support_bytes, self.route_shape)
 
 
 def reference_to(sample: TrainingSample) -> SampleRef:
@@ -79,6 +84,8 @@ def reference_to(sample: TrainingSample) -> SampleRef:
         checksum=0,
         advantage=sample.advantage,
         support_bytes=sample.support_bytes,
+        route_shape=sample.route_shape,
+        unrouted=sample.unrouted,
     )
 
 

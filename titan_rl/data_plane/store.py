@@ -5,7 +5,8 @@
 A sample is flat bytes, little-endian; its numbers travel in its reference. The round trip is exact, NaN included.
 
     token_ids int32 [L] | logprobs float32 [L] | versions int64 [L] | advantages float32 [L] |
-    supports, where there are any: sizes int32 [L], values int32 | loss_mask uint8 [L] | zeros to 8 B
+    where there are any, supports: sizes int32 [L], values int32 | and routes int16 [L, layers, k] |
+    loss_mask uint8 [L] | zeros to 8 B
 
 - A stored sample's bytes never change: a file is written once and removed once.
 - `put` stores all samples or raises and keeps none.
@@ -18,6 +19,7 @@ A sample is flat bytes, little-endian; its numbers travel in its reference. The 
 """
 
 import itertools
+import math
 import os
 import shutil
 from collections import Counter
@@ -53,7 +55,9 @@ def encode(samples: Iterable[TrainingSample]) -> tuple[bytes, list[int]]:
         arrays = [np.ascontiguousarray(getattr(sample, name), dtype) for name, dtype in _ARRAYS]
         if sample.supports is not None:
             arrays[-1:-1] = sample.supports.sizes, sample.supports.values
-        sizes.append(encoded_size(len(sample.token_ids), sample.support_bytes))
+        if sample.routes is not None:
+            arrays.insert(-1, np.ascontiguousarray(sample.routes, "<i2"))
+        sizes.append(encoded_size(len(sample.token_ids), sample.support_bytes, sample.route_shape))
         parts += [array.data for array in arrays]
         parts.append(bytes(sizes[-1] - sum(array.nbytes for array in arrays)))
     content = b"".join(parts)
@@ -66,13 +70,16 @@ def decode(buffer: bytes | memoryview, ref: SampleRef) -> TrainingSample:
     if (found := checksum_of(buffer)) != ref.checksum:
         reason = f"{len(buffer)} bytes with checksum {found:016x}, written was {ref.checksum:016x}"
         raise SampleError(reason, ref.group_id, ref.sample)
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, Any] = {"unrouted": ref.unrouted}
     offset = 0
     for name, dtype in _ARRAYS:
         if name == "loss_mask" and ref.support_bytes:
             whole = np.frombuffer(buffer, "<i4", ref.support_bytes // 4, offset)
             arrays["supports"] = Supports(sizes=whole[: ref.length], values=whole[ref.length :])
             offset += ref.support_bytes
+        if name == "loss_mask" and (count := ref.length * math.prod(ref.route_shape)):
+            arrays["routes"] = np.frombuffer(buffer, "<i2", count, offset).reshape(-1, *ref.route_shape)
+            offset += 2 * count
         arrays[name] = np.frombuffer(buffer, dtype, ref.length, offset)
         offset += ref.length * dtype.itemsize
     return TrainingSample(group_id=ref.group_id, sample=ref.sample, reward=ref.reward, **arrays)

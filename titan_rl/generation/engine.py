@@ -10,7 +10,8 @@ Contract of every implementation, the same on all ranks of a generator:
 - `served_shards` returns the memory that the next step computes with, never a copy.
 - With `sampling.support`, a completion says of each token which ids could be drawn there. With `sampling.top_logprobs`
   it tells the likeliest ones, in the distribution that the token was drawn from. With `sampling.prompt_logprobs` the
-  prompt is computed as a whole, whatever of it is in the prefix cache.
+  prompt is computed as a whole, whatever of it is in the prefix cache. With `sampling.routes` a mixture of experts says
+  which of them computed each token, those found in the prefix cache too.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Engine(ABC):
 
     tells_support = False
     """Whether it can say what a token was drawn from; it refuses requests that ask for more."""
+    hides_routes = False
+    """Whether it has experts and cannot say which computed a token; it refuses requests that ask."""
 
     def __init__(self, *, max_model_len: int, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_model_len` and `vocab_size`: see `validate_request`. `clock`: seconds, for metrics."""
@@ -72,6 +75,10 @@ class Engine(ABC):
             raise RequestError(
                 f"request {request.request_id!r}: this engine does not say which tokens were possible, as training "
                 "needs it of answers that are constrained, or truncated by top_p, top_k or min_p"
+            )
+        if request.sampling.routes and self.hides_routes:
+            raise RequestError(
+                f"request {request.request_id!r}: this engine does not say which experts computed a token"
             )
         validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         if request.sampling.constraint:
@@ -255,6 +262,9 @@ class RunningRequest:
     tops: list[np.ndarray] = field(default_factory=list)
     """As `Completion.top_logprobs`, of each token; kept only where that is asked for."""
     prompt_logprobs: np.ndarray | None = None
+    routes: list[np.ndarray] = field(default_factory=list)
+    """As `Completion.routes`, of each token; kept only where that is asked for."""
+    prompt_routes: np.ndarray | None = None
 
     def add(self, token: int, logprob: float, now: float) -> None:
         """Add the token of one step."""
@@ -295,7 +305,7 @@ class RunningRequest:
         versions = np.empty(len(self.tokens) - start, dtype=np.int64)
         for version, first in self.spans:
             versions[max(first - start, 0) :] = version
-        tops = self.tops[start : len(self.tokens)]
+        tops, routes = self.tops[start : len(self.tokens)], self.routes[start : len(self.tokens)]
         return {
             "token_ids": np.array(self.tokens[start:], dtype=np.int32),
             "logprobs": np.array(self.logprobs[start:], dtype=np.float32),
@@ -303,6 +313,8 @@ class RunningRequest:
             "supports": Supports.of(self.supports, start, len(self.tokens)),
             "top_logprobs": np.stack(tops) if tops else None,
             "prompt_logprobs": None if start else self.prompt_logprobs,
+            "routes": np.stack(routes) if routes else None,
+            "prompt_routes": None if start else self.prompt_routes,
         }
 
 

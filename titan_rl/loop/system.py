@@ -63,6 +63,7 @@ def group_request(
         sampling=SamplingParams(
             max_new_tokens=sampling.max_new_tokens,
             temperature=sampling.temperature if temperature is None else temperature,
+            routes=purpose is Purpose.TRAIN and config.trainer.replay_routes,
             **(sampling.truncation if purpose is Purpose.TRAIN else {}),
         ),
         min_version=version,

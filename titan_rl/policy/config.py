@@ -236,6 +236,11 @@ class TrainerConfig:
     """"bitwise": on CPU, compute the logprob of a token that this very version sampled as the generators did, to the
     last bit, and end the run at the first that differs. Generators are then deterministic (see `generator`), and a step
     takes longer (`policy/README.md`). "auto": trainer and generators round each in their own way."""
+    replay_routes: bool = True
+    """Of a mixture of experts: compute every token with the experts that its generator chose (arXiv:2510.11370), which
+    travel with the sample; the router learns from the shares that it gives them. A token is left out of the loss where
+    they are not known (`train/unrouted_tokens`). `False`: with those that the trainer's router would choose, and 2
+    bytes a token, layer and expert less to send."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     epochs: Count = 1
     """How often a batch is trained before its policy version is published. With several optimizer steps a batch, ratios

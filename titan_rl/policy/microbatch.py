@@ -65,6 +65,8 @@ class MicroBatch:
     versions: Tensor  # [N] int64, encoded PolicyVersion
     supports: Supports | None
     """What the N trained tokens were drawn from. None: each from the whole vocabulary."""
+    routes: Tensor | None = None
+    """[T, layers, k] int64, the experts that computed each token; -1: the trainer's choice. None: all are that."""
     proximal_logprobs: Tensor | None = None
     """[N] float32, under the weights before the batch; None: these are the current ones."""
     values: Tensor | None = None
@@ -104,7 +106,14 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
     tokens = np.concatenate([sample.token_ids[:-1] for sample in documents])
     mask = np.concatenate([sample.loss_mask[1:] for sample in documents])
 
-    families, prompts = _families(documents, tokens, positions)
+    routes = None
+    if shape := next((sample.route_shape for sample in documents if sample.routes is not None), None):
+        unknown = (np.full((length, *shape), -1) for length in lengths)
+        told = (
+            none if each.routes is None else each.routes[:-1] for each, none in zip(documents, unknown, strict=True)
+        )
+        routes = np.concatenate(list(told))
+    families, prompts = _families(documents, tokens, positions, routes)
     prompts *= share
 
     # The segments: what each document has of its own, then the families' prompts. Those of one shape become neighbours.
@@ -125,6 +134,10 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
     place = np.where(positions < prompt[document_of], prompt_starts[document_of], own_starts[document_of]) + positions
     row = np.zeros((2, sizes.sum()), np.int64)
     row[:, place] = tokens, positions
+    if routes is not None:
+        of_row = np.empty((row.shape[1], *routes.shape[1:]), np.int64)
+        of_row[place] = routes
+        routes = of_row
     key_rows = None
     if prompts.any():
         behind = order[shared[order] > 0]
@@ -148,18 +161,19 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
         advantages=tensor(np.concatenate([sample.advantages[1:] for sample in documents])[mask], np.float32),
         samples=tensor(document_of[mask]),
         versions=tensor(np.concatenate([sample.versions[1:] for sample in documents])[mask]),
+        routes=None if routes is None else tensor(routes),
         supports=supports and supports.select(np.concatenate([sample.loss_mask for sample in documents])),
     )
 
 
 def _families(
-    samples: Sequence[TrainingSample], tokens: np.ndarray, positions: np.ndarray
+    samples: Sequence[TrainingSample], tokens: np.ndarray, positions: np.ndarray, routes: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """How many neighbours of one group there are each time, and with how many tokens before any trained one all of
     these begin: their prompt. 0 where sharing it is not worth it.
 
     Args:
-        tokens, positions: of all samples without their last tokens, one sample after the other.
+        tokens, positions, routes: of all samples without their last tokens, one sample after the other.
     """
     families = np.array([len(list(family)) for _, family in groupby(samples, lambda sample: sample.group_id)])
     firsts = np.cumsum(families) - families
@@ -168,6 +182,8 @@ def _families(
     trained = np.concatenate([sample.loss_mask[:-1] for sample in samples])
     of_first = np.repeat(np.repeat(starts[firsts], families), lengths) + positions  # it may be shorter, see below
     ends = trained | (tokens != tokens.take(of_first, mode="clip"))
+    if routes is not None:
+        ends |= (routes != routes.take(of_first, axis=0, mode="clip")).any((1, 2))
     common = np.minimum.reduceat(np.where(ends, positions, len(tokens)), starts[firsts])
     prompts = np.minimum(common, np.minimum.reduceat(lengths, firsts))
     saved = prompts * (families - 1)

@@ -50,6 +50,8 @@ class PackingPlan:
     """Tokens of the longest sample."""
     trained_tokens: int
     """Of the whole batch, as all numbers here: a rank needs them and has only its own samples."""
+    unrouted: int
+    """Sampled tokens that are left out of them, see `TrainingSample`."""
     advantage_mean: float
     advantage_std: float
     """Over trained tokens, each with its sample's mean advantage; the deviation is of all, n in its denominator."""
@@ -103,6 +105,7 @@ def plan_step(batch: SampleBatch, config: TrainerConfig) -> PackingPlan:
         tokens=sum(lengths),
         longest=max(lengths, default=0),
         trained_tokens=batch.trained_tokens,
+        unrouted=sum(ref.unrouted for ref in batch.refs),
         advantage_mean=mean,
         advantage_std=deviation,
     )

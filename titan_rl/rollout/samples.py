@@ -17,6 +17,8 @@ once; demonstrations.
 - What is known of a turn, such as its advantage, is known of the nodes that its tokens are in: a node refers to it.
 - `(group_id, sample)` names one branch. In a group of n rollouts, the first branch of rollout r has the number r, and
   the b-th branch after it r + b * n. So `sample % n` is the rollout.
+- A token is not trained if nobody knows which experts computed a token before it, while that of others is known: the
+  trainer would choose some itself. They are counted (`TrainingSample.unrouted`).
 - The loss is divided by the number of trained tokens, so branches do not add weight to the tokens that they share.
 - Advantages (`policy.algorithms`) are computed over rollouts: one with many branches counts once in its group's mean.
 - In a demonstration the policy's turns are trained, with their stop tokens. No policy sampled them, so they have no
@@ -186,11 +188,15 @@ def training_samples(
     for sample, reward, path in paths:
         start, end = end, end + sum(len(node.token_ids) for node in path)
         first, last = last, last + len(path)
-        support = Supports.join(supports[first:last])
-        if support is not None:
-            forced = np.flatnonzero(support.forced) + start
-            loss_mask[forced], logprobs[forced], versions[forced], advantages[forced] = False, 0, NO_VERSION, 0
-            if not loss_mask[start:end].any():
+        support, routes = Supports.join(supports[first:last]), _routes(path)
+        unrouted = np.zeros(end - start, bool)
+        if routes is not None:
+            unrouted[1:] = np.logical_or.accumulate((routes[:-1] < 0).any((1, 2)))
+            unrouted &= loss_mask[start:end]
+        if support is not None or unrouted.any():
+            left_out = np.flatnonzero(unrouted if support is None else support.forced | unrouted) + start
+            loss_mask[left_out], logprobs[left_out], versions[left_out], advantages[left_out] = False, 0, NO_VERSION, 0
+            if not (loss_mask[start:end].any() or unrouted.any()):
                 continue
         samples.append(
             TrainingSample(
@@ -203,9 +209,32 @@ def training_samples(
                 advantages=advantages[start:end],
                 reward=reward,
                 supports=support,
+                routes=routes,
+                unrouted=int(unrouted.sum()),
             )
         )
     return tuple(samples)
+
+
+def _routes(path: Sequence[_Node]) -> np.ndarray | None:
+    """`TrainingSample.routes` of a branch: of each token as the first turn tells that sampled a token after it."""
+    turns = (node.turn.completion.routes for node in path if node.turn is not None)
+    known = next((each for each in turns if each is not None), None)
+    if known is None:
+        return None
+    routes = np.full((sum(len(node.token_ids) for node in path), *known.shape[1:]), -1, np.int16)
+    place = done = 0
+    for node in path:
+        start, place = place, place + len(node.token_ids)
+        if node.turn is None:
+            continue
+        told = node.turn.completion
+        if not node.start and told.prompt_routes is not None:
+            routes[done : start - 1] = told.prompt_routes[done:]
+        if told.routes is not None:
+            routes[start - 1 : place - 1] = told.routes[node.start :][: len(node.token_ids)]
+        done = place - 1
+    return routes
 
 
 def demonstration_sample(

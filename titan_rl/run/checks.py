@@ -119,6 +119,8 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
     shape = tiny_shape(tiny) if tiny is not None else _stored_shape("policy.path", directory, config.policy.family)
     shape.check_tensor_parallel("generator.tensor_parallel", config.generator.tensor_parallel)
     shape.check_tensor_parallel("trainer.tensor_parallel", config.trainer.tensor_parallel)
+    if shape.mixture and (config.trainer.lora.r or config.trainer.parity == "bitwise"):
+        raise ConfigError("a mixture of experts is trained without trainer.lora and with trainer.parity auto only")
     if teacher:
         taught_by = _stored_shape("trainer.kl.teacher", Path(teacher))
         taught_by.check_tensor_parallel("trainer.tensor_parallel", config.trainer.tensor_parallel)
@@ -163,6 +165,8 @@ def _generator(config: RunConfig, host: HostFacts) -> None:
     if device == "cuda" and (shape := shape_of(config)) is not None:
         if too_much := next(too_large(config, shape, host.device_memory), ""):
             raise AbsentError(too_much)
+        if shape.mixture and config.trainer.replay_routes and not config.serving:
+            raise ConfigError("trainer.replay_routes: not on CUDA, where no engine here says which experts it chose")
     if device == "cuda" and not config.serving and (truncation := config.rollout.sampling.truncation):
         settings = " and ".join(f"rollout.sampling.{name}" for name in truncation)
         raise ConfigError(

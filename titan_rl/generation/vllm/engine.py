@@ -44,6 +44,7 @@ from titan_rl.weights.manifest import EMBEDDING, LM_HEAD, TensorShard
 
 if TYPE_CHECKING:  # they import what belongs to vLLM on CPU
     from titan_rl.generation.vllm.adaptation import Linears
+    from titan_rl.generation.vllm.experts import RouteTable
     from titan_rl.generation.vllm.steps import OwnSteps
 
 _FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
@@ -133,6 +134,13 @@ class VllmEngine(Engine):
         self._finished: list[Completion] = []  # since the last step was reported
         self._sampled: list[int] = []  # likewise
         self._stepper = self._make_stepper(core)
+        self._routes: RouteTable | None = None
+        if self.llm_engine.model_config.is_moe:
+            self.hides_routes = device == "cuda"
+            if not self.hides_routes:
+                from titan_rl.generation.vllm.experts import RouteTable
+
+                self._routes = RouteTable(self._worker.model_runner, self._scheduler)
         if self._linears is not None and config.deterministic:
             from titan_rl.generation.vllm.adaptation import check_rows
 
@@ -197,7 +205,10 @@ class VllmEngine(Engine):
         waiting = scheduler.get_request_counts()[1]
         batch = len(self._running) - waiting
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
-            self._running[request.request_id].add(token, logprob, now)
+            running = self._running[request.request_id]
+            if self._routes is not None and running.request.sampling.routes:
+                self._routes.tell(running)
+            running.add(token, logprob, now)
         finished = [self._finish(request, now) for request in ended]
         if finished:  # one tells of the step: every number of a completion is sent twice
             levels = {

@@ -33,6 +33,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         "rope_type": ("default",),
     }
     """Settings of `config.json`, and what values of each the trainer computes: first that of an absent one."""
+    mixture: ClassVar[bool] = False
+    """Whether layers are mixtures of experts."""
     head_norms: ClassVar[bool] = False
     """Whether each head of queries and keys has a norm."""
     tiny: ClassVar[dict[str, Any]] = {"rope_theta": 1e4, "norm_eps": 1e-6}

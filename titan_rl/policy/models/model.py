@@ -41,10 +41,11 @@ from torchtitan.models.common.rope import ComplexRoPE
 from torchtitan.models.qwen3.parallelize import parallelize_qwen3
 from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
-from titan_rl.errors import ConfigError
+from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.policy.config import LoraConfig, LoraTarget, TrainerConfig
 from titan_rl.policy.microbatch import MicroBatch, Run
 from titan_rl.policy.models.architecture import Architecture, read_shape
+from titan_rl.policy.models.experts import Experts
 from titan_rl.policy.models.titan_adaptation import reduce_gradients_by_plain_sums, share_padding_of_tied_shards
 from titan_rl.policy.token_scores import token_scores
 from titan_rl.support import Supports
@@ -77,17 +78,31 @@ class Policy:
     device: torch.device
     shares_prompts: bool
     """Whether its attention computes a prompt once that several samples begin with; the varlen kernel does not."""
+    experts: tuple[Experts, ...]
+    """Of each layer, where these replay what generators chose."""
     multiple: int
     """What the number of tokens of a row must be a multiple of: tensor-parallel ranks may share them."""
 
     def scores(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Logprobs and entropies [N] of the batch's targets (see `token_scores`), and the rows [N, D] before the head
         that predict them."""
+        if self.experts:
+            self._route(batch.routes)
         documents = PackedDocuments.of(batch.runs, batch.key_rows, self.device)
         scores: tuple[Tensor, Tensor, Tensor] = self.module(
             batch.tokens, batch.positions, documents, batch.rows, batch.targets, temperature, batch.supports
         )
         return scores
+
+    def _route(self, routes: Tensor | None) -> None:
+        """Have the experts compute the next rows, also when the backward pass computes them again."""
+        if routes is not None:
+            chosen, known = routes.sort(-1).values, (len(self.experts), self.experts[0].chosen)
+            repeated = (chosen[..., 1:] == chosen[..., :-1]) & (chosen[..., 1:] >= 0)
+            if routes.shape[1:] != known or repeated.any() or chosen.max() >= len(self.experts[0].experts):
+                raise TrainingError(f"the routes of a sample name no {known[1]} different experts in {known[0]} layers")
+        for number, layer in enumerate(self.experts):
+            layer.routes = None if routes is None else routes[:, number]
 
     def logprobs(self, batch: MicroBatch, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Those of `scores`, and its rows, without gradient: nothing is kept for a backward pass."""
@@ -170,6 +185,7 @@ def build_policy(
         trained=_adapters(model.state_dict(), names) if config.lora.r else tensors,
         device=device,
         shares_prompts=not varlen,
+        experts=tuple(each for each in model.modules() if isinstance(each, Experts) and config.replay_routes),
         multiple=config.tensor_parallel if config.sequence_parallel else 1,
     )
 
@@ -187,8 +203,8 @@ def frozen_policy(policy: Policy, config: TrainerConfig, teacher: Path | None = 
     never learns: no gradient, no optimizer."""
     shape = policy.shape if teacher is None else read_shape(teacher)
     lora = config.lora if teacher is None else LoraConfig()  # a teacher is all in its checkpoint
-    # Nothing is kept for a backward pass, so there is nothing to recompute in one.
-    config = dataclasses.replace(config, activation_checkpointing="none", lora=lora)
+    # Nothing is kept for a backward pass, so there is nothing to recompute in one. Its router chooses for itself.
+    config = dataclasses.replace(config, activation_checkpointing="none", lora=lora, replay_routes=False)
     frozen = build_policy(shape, config, policy.device, beside=policy)
     frozen.module.eval().requires_grad_(False)
     if teacher is None:

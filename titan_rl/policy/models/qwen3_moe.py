@@ -12,6 +12,7 @@ class Qwen3Moe(Qwen3, frozen=True, kw_only=True):
     model_type: ClassVar = "qwen3_moe"
     transformers_class: ClassVar = "Qwen3MoeForCausalLM"
     computed: ClassVar = Qwen3.computed | {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+    mixture: ClassVar = True
     tiny: ClassVar = Qwen3.tiny | {"experts": 8, "chosen": 2, "normed": True}
 
     ffn: int = msgspec.field(name="moe_intermediate_size")
