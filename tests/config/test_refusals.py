@@ -20,6 +20,7 @@ from titan_rl.rollout.config import SamplingConfig
 from titan_rl.run.checks import check_run
 
 PLAYED = f"{Path(__file__).resolve().parents[2]}/rl_configs/tool_sum.py:tool_sum_openai"
+MOE = "--recipe copy4 --policy.tiny.architecture qwen3_moe"
 WRONG = {
     # names, words, types and bounds
     "": ("name a recipe",),
@@ -61,6 +62,9 @@ WRONG = {
     "--recipe copy4 --generator.block_size 48": ("generator.block_size (48)", "multiple of 32"),
     "--recipe copy4 --trainer.max_tokens_per_microbatch 32": ("trainer.max_tokens_per_microbatch (32)",),
     "--recipe copy4 --generator.max_model_len 128": ("generator.max_model_len (128)", "policy.tiny.max_length"),
+    f"{MOE} --trainer.tensor_parallel 2": ("trainer.tensor_parallel is 2: the trainer shards experts by",),
+    f"{MOE} --trainer.lora.r 4": ("a mixture of experts: neither trainer.lora nor deterministic",),
+    f"{MOE} --trainer.parity bitwise": ("a mixture of experts: neither trainer.lora nor deterministic",),
     # what is named
     "--recipe copy4 --environment.name kopy": ("environment.name: 'kopy' names nothing",),
     "--recipe copy4 --environment.kwargs.digit 3": ("environment.kwargs.digit", "did you mean digits?"),
@@ -108,6 +112,15 @@ def test_truncated_sampling_is_refused_where_a_run_trains_on_cuda():
     assert str(found).startswith("rollout.sampling.top_k and rollout.sampling.min_p: not on CUDA")
     served = ServeConfig.of(config, GatewayConfig(port=0))
     assert not [each for each in check_run(served, host) if "top_k" in str(each)]
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_replay_is_refused_where_a_mixture_of_experts_trains_on_cuda(replay):
+    config = config_registry.copy4()
+    config.placement.device, config.policy.tiny.architecture = "cuda", "qwen3_moe"
+    config.trainer.replay_routes = replay
+    found = map(str, check_run(config, HostFacts(cpus=8, cuda_devices=(0, 1, 2))))
+    assert any(each.startswith("trainer.replay_routes: not on CUDA") for each in found) == replay
 
 
 @pytest.mark.parametrize(
@@ -271,7 +284,7 @@ def test_a_local_checkpoint_directory_is_accepted(tmp_path, started):
         (
             "config.json",
             {"model_type": "gemma"},
-            "config.json: model_type is 'gemma'; the trainer computes 'qwen3', 'llama' only",
+            "config.json: model_type is 'gemma'; the trainer computes 'qwen3', 'qwen3_moe', 'llama' only",
         ),
         ("config.json", {"vocab_size": "many"}, "config.json lacks a size of the model, or says it wrong: "),
         ("config.json", b"{", "config.json cannot be read as JSON: "),

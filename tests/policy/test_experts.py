@@ -139,7 +139,7 @@ def test_gradients_of_replayed_routes_do_not_depend_on_ranks_or_recomputing(resu
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("none", "does not say which experts"),
+        ("none", "does not say which experts it had"),
         *[(each, "no 2 different experts") for each in ("twice", "outside", "layers")],
     ],
 )

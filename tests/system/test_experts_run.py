@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from leftovers import assert_nothing_is_left, finish, start_run
 
+from tests.support.metrics import assert_metrics_are_known
+
 MOE = ("--policy.tiny.architecture", "qwen3_moe")
 LARGEST = 2e-5
 """Difference between the logprobs of trainer and generators, nats."""
@@ -20,6 +22,7 @@ def steps_of(*arguments: str, runs: Path) -> list[dict[str, Any]]:
     assert run.returncode == 0, output
     assert_nothing_is_left(run)
     (metrics,) = runs.glob("*/metrics.jsonl")
+    assert_metrics_are_known(metrics.parent)
     return [row for row in map(json.loads, metrics.read_text().splitlines()) if "train/loss" in row]
 
 

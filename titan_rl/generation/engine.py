@@ -10,8 +10,8 @@ Contract of every implementation, the same on all ranks of a generator:
 - `served_shards` returns the memory that the next step computes with, never a copy.
 - With `sampling.support`, a completion says of each token which ids could be drawn there. With `sampling.top_logprobs`
   it tells the likeliest ones, in the distribution that the token was drawn from. With `sampling.prompt_logprobs` the
-  prompt is computed as a whole, whatever of it is in the prefix cache. With `sampling.routes` a mixture of experts says
-  which of them computed each token, those found in the prefix cache too.
+  prompt is computed as a whole, whatever of it is in the prefix cache. With `sampling.routes` a mixture of experts on
+  CPU says which of them computed each token, those found in the prefix cache too.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class Engine(ABC):
 
     tells_support = False
     """Whether it can say what a token was drawn from; it refuses requests that ask for more."""
-    hides_routes = False
-    """Whether it has experts and cannot say which computed a token; it refuses requests that ask."""
 
     def __init__(self, *, max_model_len: int, vocab_size: int, clock: Callable[[], float] = time.monotonic) -> None:
         """`max_model_len` and `vocab_size`: see `validate_request`. `clock`: seconds, for metrics."""
@@ -75,10 +73,6 @@ class Engine(ABC):
             raise RequestError(
                 f"request {request.request_id!r}: this engine does not say which tokens were possible, as training "
                 "needs it of answers that are constrained, or truncated by top_p, top_k or min_p"
-            )
-        if request.sampling.routes and self.hides_routes:
-            raise RequestError(
-                f"request {request.request_id!r}: this engine does not say which experts computed a token"
             )
         validate_request(request, max_model_len=self._max_model_len, vocab_size=self._vocab_size)
         if request.sampling.constraint:

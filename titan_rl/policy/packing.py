@@ -52,6 +52,8 @@ class PackingPlan:
     """Of the whole batch, as all numbers here: a rank needs them and has only its own samples."""
     unrouted: int
     """Sampled tokens that are left out of them, see `TrainingSample`."""
+    routed: bool
+    """Whether all samples with trained tokens have routes."""
     advantage_mean: float
     advantage_std: float
     """Over trained tokens, each with its sample's mean advantage; the deviation is of all, n in its denominator."""
@@ -106,6 +108,7 @@ def plan_step(batch: SampleBatch, config: TrainerConfig) -> PackingPlan:
         longest=max(lengths, default=0),
         trained_tokens=batch.trained_tokens,
         unrouted=sum(ref.unrouted for ref in batch.refs),
+        routed=all(0 not in ref.route_shape for ref in batch.refs if ref.trained_tokens),
         advantage_mean=mean,
         advantage_std=deviation,
     )

@@ -296,10 +296,8 @@ class PolicyUpdater:
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         policy, reference = self._policy, not warm_up and self._reference is not None
-        if policy.experts and not warm_up and any(ref.trained_tokens and 0 in ref.route_shape for ref in batch.refs):
-            raise TrainingError(
-                f"{what}: a sample does not say which experts computed its tokens, and trainer.replay_routes is on"
-            )
+        if policy.experts and not (warm_up or plan.routed):
+            raise TrainingError(f"{what}: trainer.replay_routes is on, and a sample does not say which experts it had")
         data_rank, tensor_rank = divmod(dist.get_rank(), policy.dims.tp)
         metrics = StepMetrics(counted=tensor_rank == 0, reference=reference)
         minibatches = (MiniBatch(plan.rounds, plan.samples, trained),) if warm_up else plan.minibatches

@@ -119,8 +119,8 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
     shape = tiny_shape(tiny) if tiny is not None else _stored_shape("policy.path", directory, config.policy.family)
     shape.check_tensor_parallel("generator.tensor_parallel", config.generator.tensor_parallel)
     shape.check_tensor_parallel("trainer.tensor_parallel", config.trainer.tensor_parallel)
-    if shape.mixture and (config.trainer.lora.r or config.trainer.parity == "bitwise"):
-        raise ConfigError("a mixture of experts is trained without trainer.lora and with trainer.parity auto only")
+    if shape.mixture and (config.trainer.lora.r or config.generator_settings().deterministic):
+        raise ConfigError("a mixture of experts: neither trainer.lora nor deterministic, nor trainer.parity bitwise")
     if teacher:
         taught_by = _stored_shape("trainer.kl.teacher", Path(teacher))
         taught_by.check_tensor_parallel("trainer.tensor_parallel", config.trainer.tensor_parallel)

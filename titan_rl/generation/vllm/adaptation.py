@@ -82,7 +82,7 @@ def adapt(config: GeneratorConfig, model_path: Path) -> Linears:
     setattr(_CPUSHMDistributed, _stock_group_name.__name__, staticmethod(_group_name_of_process))
     setattr(RMSNorm, RMSNorm.forward_cpu.__name__, kernel_norm)
     setattr(CPUAttentionMetadataBuilder, _stock_build.__name__, _build if config.deterministic else _stock_build)
-    adapt_experts(row_linear if config.deterministic else linear, halved=config.deterministic)
+    adapt_experts()
     return adapt_linear(linear_of(config, model_path))
 
 

@@ -135,12 +135,10 @@ class VllmEngine(Engine):
         self._sampled: list[int] = []  # likewise
         self._stepper = self._make_stepper(core)
         self._routes: RouteTable | None = None
-        if self.llm_engine.model_config.is_moe:
-            self.hides_routes = device == "cuda"
-            if not self.hides_routes:
-                from titan_rl.generation.vllm.experts import RouteTable
+        if device == "cpu" and self.llm_engine.model_config.is_moe:
+            from titan_rl.generation.vllm.experts import RouteTable
 
-                self._routes = RouteTable(self._worker.model_runner, self._scheduler)
+            self._routes = RouteTable(self._worker.model_runner, self._scheduler)
         if self._linears is not None and config.deterministic:
             from titan_rl.generation.vllm.adaptation import check_rows
 

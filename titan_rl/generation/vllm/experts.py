@@ -1,56 +1,41 @@
 """Where vLLM's mixtures of experts must be adapted to CPU: their products, and what tells who computed a token.
 
 vLLM packs the experts' weights after loading and drops the originals: later weights would not reach them. Here each
-expert's product is taken with the live weight, as linear layers' are (`adaptation.py`). Where the products' rows do not
-depend on other rows, neither does the sum: a row adds up its experts in the order of their numbers.
+expert's product is taken with the live weight, as linear layers' are (`adaptation.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from titan_rl.generation.engine import RunningRequest
 
-Product = Callable[[Tensor, Tensor, None], Tensor]
+_GIVEN = ("output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids")
 
 
-def adapt_experts(product: Product, *, halved: bool) -> None:
-    """Of engines built from now on. `halved`: one rank computes what each of two would, and adds that up as they do."""
-
-    def compute(
-        experts: Any,
-        *,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,  # [E, 2F, D], gate and up
-        w2: Tensor,  # [E, D, F]
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        **_: Any,
-    ) -> None:
-        parts = 2 if halved and experts.moe_config.moe_parallel_config.tp_size == 1 else 1
-        sums = [torch.zeros_like(output) for _ in range(parts)]
-        for number in topk_ids.unique().tolist():
-            rows, which = (topk_ids == number).nonzero(as_tuple=True)
-            gate, up = product(hidden_states[rows], w1[number], None).chunk(2, -1)
-            share = topk_weights[rows, which, None].to(output.dtype)
-            inner = (silu(gate) * up).chunk(parts, -1)
-            for total, part, weight in zip(sums, inner, w2[number].chunk(parts, -1), strict=True):
-                total.index_add_(0, rows, product(part, weight, None) * share)
-        output.copy_(sum(sums[1:], sums[0]))
-
+def adapt_experts() -> None:
+    """Of engines built from now on."""
     stock: Any = CPUUnquantizedExperts
-    stock.process_weights_after_loading, stock.apply = lambda experts, layer: None, compute
+    stock.process_weights_after_loading, stock.apply = lambda experts, layer: None, _compute
+
+
+def _compute(experts: Any, **given: Any) -> None:
+    """`w1`: [E, 2F, D], gate and up; `w2`: [E, D, F]."""
+    output, hidden, w1, w2, shares, chosen = (given[name] for name in _GIVEN)
+    output.zero_()
+    for number in chosen.unique().tolist():
+        rows, which = (chosen == number).nonzero(as_tuple=True)
+        gate, up = linear(hidden[rows], w1[number]).chunk(2, -1)
+        made = linear(silu(gate) * up, w2[number])
+        output.index_add_(0, rows, made * shares[rows, which, None].to(made.dtype))
 
 
 class RouteTable:
