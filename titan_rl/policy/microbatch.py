@@ -108,11 +108,9 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
 
     routes = None
     if shape := next((sample.route_shape for sample in documents if sample.routes is not None), None):
-        unknown = (np.full((length, *shape), -1) for length in lengths)
-        told = (
-            none if each.routes is None else each.routes[:-1] for each, none in zip(documents, unknown, strict=True)
-        )
-        routes = np.concatenate(list(told))
+        routes = np.full((len(tokens), *shape), -1)
+        for start, sample in zip(offsets.tolist(), documents, strict=True):
+            routes[start:][: len(sample.token_ids) - 1] = -1 if sample.routes is None else sample.routes[:-1]
     families, prompts = _families(documents, tokens, positions, routes)
     prompts *= share
 
@@ -132,12 +130,8 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
     prompt_starts = np.repeat(starts[len(lengths) :], families)
     own_starts = starts[: len(lengths)] - prompt
     place = np.where(positions < prompt[document_of], prompt_starts[document_of], own_starts[document_of]) + positions
-    row = np.zeros((2, sizes.sum()), np.int64)
-    row[:, place] = tokens, positions
-    if routes is not None:
-        of_row = np.empty((row.shape[1], *routes.shape[1:]), np.int64)
-        of_row[place] = routes
-        routes = of_row
+    row = np.zeros((3, sizes.sum()), np.int64)
+    row[:, place] = tokens, positions, np.arange(len(tokens))
     key_rows = None
     if prompts.any():
         behind = order[shared[order] > 0]
@@ -152,7 +146,7 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
     return MicroBatch(
         documents=samples,
         tokens=tensor(row[:1]),
-        positions=tensor(row[1:]),
+        positions=tensor(row[1:2]),
         runs=runs,
         key_rows=None if key_rows is None else tensor(key_rows),
         rows=tensor(place[mask]),
@@ -161,7 +155,7 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
         advantages=tensor(np.concatenate([sample.advantages[1:] for sample in documents])[mask], np.float32),
         samples=tensor(document_of[mask]),
         versions=tensor(np.concatenate([sample.versions[1:] for sample in documents])[mask]),
-        routes=None if routes is None else tensor(routes),
+        routes=None if routes is None else tensor(routes[row[2]]),
         supports=supports and supports.select(np.concatenate([sample.loss_mask for sample in documents])),
     )
 

@@ -50,10 +50,8 @@ class PackingPlan:
     """Tokens of the longest sample."""
     trained_tokens: int
     """Of the whole batch, as all numbers here: a rank needs them and has only its own samples."""
-    unrouted: int
-    """Sampled tokens that are left out of them, see `TrainingSample`."""
-    routed: bool
-    """Whether all samples with trained tokens have routes."""
+    unrouted: int | None
+    """Sampled tokens that are left out of them, see `TrainingSample`. None: a sample that is trained has no routes."""
     advantage_mean: float
     advantage_std: float
     """Over trained tokens, each with its sample's mean advantage; the deviation is of all, n in its denominator."""
@@ -99,6 +97,7 @@ def plan_step(batch: SampleBatch, config: TrainerConfig) -> PackingPlan:
         for together in zip(*ranks, strict=True)
     ]
     mean, deviation = batch.advantages
+    routed = (0 not in ref.route_shape for ref in batch.refs if ref.trained_tokens)
     return PackingPlan(
         microbatches=tuple(map(tuple, ranks)),
         minibatches=tuple(minibatches),
@@ -107,8 +106,7 @@ def plan_step(batch: SampleBatch, config: TrainerConfig) -> PackingPlan:
         tokens=sum(lengths),
         longest=max(lengths, default=0),
         trained_tokens=batch.trained_tokens,
-        unrouted=sum(ref.unrouted for ref in batch.refs),
-        routed=all(0 not in ref.route_shape for ref in batch.refs if ref.trained_tokens),
+        unrouted=sum(ref.unrouted for ref in batch.refs) if all(routed) else None,
         advantage_mean=mean,
         advantage_std=deviation,
     )

@@ -296,7 +296,7 @@ class PolicyUpdater:
         if longest > (positions := self._policy.shape.max_length):
             raise TrainingError(f"{what}: a sample has {longest} tokens, the policy has {positions} positions")
         policy, reference = self._policy, not warm_up and self._reference is not None
-        if policy.experts and not (warm_up or plan.routed):
+        if policy.experts and plan.unrouted is None and not warm_up:
             raise TrainingError(f"{what}: trainer.replay_routes is on, and a sample does not say which experts it had")
         data_rank, tensor_rank = divmod(dist.get_rank(), policy.dims.tp)
         metrics = StepMetrics(counted=tensor_rank == 0, reference=reference)
@@ -353,7 +353,7 @@ class PolicyUpdater:
             "trained_tokens": float(trained),
             "tokens": float(plan.tokens),
             "imbalance": plan.imbalance,
-            **({"unrouted_tokens": float(plan.unrouted)} if policy.experts else {}),
+            **({"unrouted_tokens": float(plan.unrouted or 0)} if policy.experts else {}),
             **(judge.metrics if judge else {}),
         }
 

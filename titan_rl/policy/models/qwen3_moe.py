@@ -46,8 +46,8 @@ class Qwen3Moe(Qwen3, frozen=True, kw_only=True):
     def adapter(self, config: Any) -> Any:
         adapter = super().adapter(config)
         names = {"mlp.gate": "router"}
-        for n in range(self.experts):
-            names |= {f"mlp.experts.{n}.{theirs}_proj": f"experts.{n}.{ours}" for theirs, ours in _MATRICES.items()}
+        for theirs, ours in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            names |= {f"mlp.experts.{n}.{theirs}_proj": f"experts.{n}.{ours}" for n in range(self.experts)}
         for theirs, ours in names.items():
             adapter.from_hf_map[f"model.layers.{{}}.{theirs}.weight"] = f"layers.{{}}.feed_forward.{ours}.weight"
         return adapter
@@ -56,6 +56,3 @@ class Qwen3Moe(Qwen3, frozen=True, kw_only=True):
         super().check_tensor_parallel(setting, degree)
         if degree > 1 and setting.startswith("trainer"):
             raise ConfigError(f"{setting} is {degree}: the trainer shards experts by trainer.data_parallel only")
-
-
-_MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
