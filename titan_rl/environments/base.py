@@ -30,10 +30,9 @@ from titan_rl.one_line import one_line
 from titan_rl.seeding import derive_seed
 from titan_rl.types import Endpoint, Example, Message, ToolCall
 
-__all__ = (
-    "DatasetEnvironment Demonstration Endpoint Environment EnvironmentReply Example GroupReward Message Reward Rubric "
-    "State Tool ToolCall ToolError Transcript tool"
-).split()
+__all__ = ["DatasetEnvironment", "Demonstration", "Endpoint", "Environment", "EnvironmentReply", "Example"]
+__all__ += ["GroupReward", "Message", "Reward", "Rubric", "State"]
+__all__ += ["Tool", "ToolCall", "ToolError", "Transcript", "tool"]
 
 TOOL_ERROR = "Error: "
 """How `Environment.tool_error` begins, where a task does not define it."""
