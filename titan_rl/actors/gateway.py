@@ -124,8 +124,9 @@ class RolloutGatewayClient:
     replacement, so no call has a bound of its own.
     """
 
-    def __init__(self, gateway: Any) -> None:
-        self._gateway = MeshClient("gateway", [gateway])
+    def __init__(self, gateway: Any, *, is_replaced: bool = False) -> None:
+        """`is_replaced`: whether `open` waits for another gateway when this one is gone, as in `MeshClient`."""
+        self._gateway = MeshClient("gateway", [gateway], is_replaced=is_replaced)
         self._call = self._gateway.ranks[0].call
 
     def replace(self, actors: Sequence[Any]) -> None:

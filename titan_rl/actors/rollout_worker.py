@@ -59,7 +59,7 @@ class RolloutWorker(StoreKeeper):
         self._router.replace([router])
         timeline.follow(self._waits_for)
         if gateway is not None:
-            self._gateway = RolloutGatewayClient(gateway)
+            self._gateway = RolloutGatewayClient(gateway, is_replaced=True)
         return os.getpid(), self._store.name, await self._runner.start(self._gateway)
 
     @endpoint
