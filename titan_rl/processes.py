@@ -75,10 +75,11 @@ def forked(work: Callable[[], object]) -> int:
     try:
         work()
         code = 0
-    except SystemExit as end:
-        print(end.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
+    except BaseException as end:
+        if isinstance(end, SystemExit) and isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        else:
+            traceback.print_exc()
     finally:
         os._exit(code)
 

@@ -208,7 +208,7 @@ class HostControl:
 
     async def _remove(self, host: str) -> None:
         supervisor, table = self._supervisor, self._table
-        if host not in table.hosts:
+        if (leaving := table.hosts.get(host)) is None:
             self.workers.pop(host, None)  # it is lost, and not taken back any more
             return
         on_it = [mesh for mesh in table.placed if host in mesh.plan.hosts]
@@ -229,7 +229,6 @@ class HostControl:
             raise ConfigError(f"{host} stays: no other host has room for {', '.join(without)}")
         table.spares -= len(spares)
         table.fleet = [name for name in table.fleet if name not in gone]
-        leaving = table.hosts[host]
         table.leaving.add(host)
         self.workers.pop(host, None)
         supervisor.place_again()

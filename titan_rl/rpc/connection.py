@@ -295,7 +295,8 @@ class Connection:
         if number is None:
             item = pickle.loads(pickled)
             if isinstance(item, (TitanError, _Failed)):
-                raise ActorFailed(f"a call without an outcome failed: {item}")
+                failure = item.text.strip() if isinstance(item, _Failed) else item
+                raise ActorFailed(f"a call without an outcome failed: {failure}")
             return self._on_push(item) if link is self._link else None
         outcome = link.open.get(number)
         if outcome is not None and not outcome.done():
@@ -350,7 +351,7 @@ class _Link:
 
 
 class _Failed(NamedTuple):
-    """The outcome of a call that failed with an error which is not a `TitanError`."""
+    """The outcome of a call that did not raise a `TitanError` itself, and yet failed."""
 
     kind: type[TitanError]
     text: str

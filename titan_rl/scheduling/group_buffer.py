@@ -62,6 +62,7 @@ class GroupBuffer:
 
     def __post_init__(self) -> None:
         self.line = OrderedDict(self.line)  # a dict looks for its first item among all that were before it
+        self._waiting = {each for each, group in self.groups.items() if group.state is GroupState.WAITING}
         self._short = 0  # at least so many more must finish before a batch is ready,
         self._anchor: int | None = None  # or this one, behind which the window begins
 
@@ -89,7 +90,7 @@ class GroupBuffer:
 
     def waiting(self) -> tuple[Group, ...]:
         """Groups whose rollouts are to be started, oldest first: those whose version is published."""
-        waiting = (group for group in self.groups.values() if group.state is GroupState.WAITING)
+        waiting = (self.groups[group_id] for group_id in sorted(self._waiting))
         return tuple(group for group in waiting if group.min_version <= self.published_version)
 
     @property
@@ -137,6 +138,7 @@ class GroupBuffer:
         for group_id in range(first, self.admitted):
             self.groups[group_id] = Group(group_id=group_id, state=GroupState.WAITING, min_version=version)
             self.line[group_id] = None
+        self._waiting.update(range(first, self.admitted))
         return [self.groups[group_id] for group_id in range(first, self.admitted)]
 
     def start(self, group_id: int) -> Group:
@@ -280,6 +282,9 @@ class GroupBuffer:
         if group.state is not GroupState.WAITING and to is not GroupState.FINISHED:
             self._short = 0
         self.groups[group_id] = moved = replace(group, state=to, **changes)
+        self._waiting.discard(group_id)
+        if to is GroupState.WAITING:
+            self._waiting.add(group_id)
         return moved
 
     def _end(self, group_id: int, *, trainable: bool) -> None:
@@ -290,6 +295,7 @@ class GroupBuffer:
 
     def _leave(self, group_id: int, outcome: Outcome) -> None:
         del self.groups[group_id]
+        self._waiting.discard(group_id)
         self._short = 0
         self.ended[outcome] += 1
         if outcome is not Outcome.TRAINED:

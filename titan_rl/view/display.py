@@ -44,8 +44,8 @@ LONGEST_CAUSE = 160
 """Characters of a failure's cause. The logs have all of it."""
 MOST_CAUSES = 2
 """Causes of failures that one line names."""
-PACE_SECONDS = 600.0
-"""The time that is left is estimated by the steps of the last so many seconds."""
+PACE_SECONDS = 3600.0
+"""The time that is left is estimated by the steps of the last so many seconds, of which one may take half an hour."""
 
 _OF_TRAINER = ("train", "publish", "checkpoint", "warm_up", "restore")
 """Spans of the trainer's work."""
