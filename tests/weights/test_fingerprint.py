@@ -172,6 +172,13 @@ def panels_of(draw: st.DrawFn, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return matrix, packed
 
 
+def test_a_single_row_of_pairs_counts_as_the_row_whatever_its_step():
+    row = random_bits((1, 4), torch.bfloat16, seed=0)
+    packed = random_bits((1, 6), torch.bfloat16, seed=100).as_strided((1, 1, 2, 2), (6, 4, 2, 1))
+    packed.view(torch.int16).copy_(row.view(torch.int16).view(packed.shape))
+    assert shard_fingerprint(packed, (2, 4), (0, 0)) == shard_fingerprint(row, (2, 4), (0, 0))
+
+
 @ANY_TIME
 @given(data=st.data(), dtype=DTYPES, columns=st.integers(0, 2 * BLOCK), row=st.integers(0, 2**20))
 def test_a_packed_matrix_counts_as_the_matrix(data: st.DataObject, dtype: torch.dtype, columns: int, row: int) -> None:

@@ -132,7 +132,8 @@ def _sum_on_host(panels: Tensor, row: int, column: int, blocks: int) -> int:
     for each in range(width):
         part = panels.view(torch.int32)[..., 0] if words else panels[..., each]
         if part.stride(1) != 1 and (part.stride(2), width) != (1, 1):
-            part = part.transpose(1, 2).contiguous().transpose(1, 2)
+            # `contiguous` would leave the steps of a single row as they are
+            part = part.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
         span = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
         memory = part.as_strided((span,), (1,)).numpy()
         memory = memory.view(f"u{memory.itemsize}")
