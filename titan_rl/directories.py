@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titan_rl.errors import ConfigError, StorageError
@@ -92,6 +92,12 @@ def replacing(directory: Path) -> Iterator[Path]:
         shutil.rmtree(old)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def write_ending(run: Path, code: int, how: str) -> None:
+    """`ENDING`. On a full disk there is none."""
+    with suppress(StorageError):
+        write_file(run / ENDING, json.dumps({"exit_code": int(code), "how": how}) + "\n")
 
 
 def write_file(file: Path, text: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from titan_rl.actors.trainer import PolicyTrainer
 from titan_rl.config import RunConfig
 from titan_rl.data_plane.sample_batch import SampleBatch
-from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, RollbackNeeded
+from titan_rl.errors import ActorFailed, ActorGone, CallTimeout, CheckpointError, MeshLeaves, RollbackNeeded
 from titan_rl.policy.packing import PackingPlan, plan_step
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
 from titan_rl.rpc.connection import RemoteMethod
@@ -47,12 +47,12 @@ class TrainerClient(MeshClient):
         config: RunConfig,
         *,
         start_seconds: float,
-        on_hung: Callable[[str], None] = lambda reason: None,
+        on_hung: Callable[..., None] = lambda reason, kind=None: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`start_seconds`: bound on `setup` and `restore`. `on_hung`: told of a call that was not answered within its
-        bound. Its ranks, stuck in a collective, are of no use any more: they must be ended and replaced. `say`: told
-        once if there is no room for copies of the state."""
+        bound. Its ranks, stuck in a collective, are of no use any more: they must be ended and replaced; and of a
+        start over, with MeshLeaves. `say`: told once if there is no room for copies of the state."""
         super().__init__("trainer", start_seconds=start_seconds)
         self._config, where = config.trainer, config.placement
         self._step_seconds = where.step_seconds  # bound on any other call
@@ -173,7 +173,7 @@ class TrainerClient(MeshClient):
 
     def outdate(self) -> None:
         """These ranks are not the ones to start over with: others are to be made, with other settings."""
-        self._as_loaded = False
+        self._as_loaded, self._state_lost = False, ""
 
     async def start_over(self, incarnation: int) -> None:
         """Begin as this incarnation with the policy as it was loaded. Ranks that have trained are replaced."""
@@ -181,7 +181,7 @@ class TrainerClient(MeshClient):
         self.version, self._as_loaded, self._state_lost = PolicyVersion(incarnation, 0), True, ""
         if trained:
             self.lose("the run starts over")
-            self._on_hung("trainer: the run starts over, with new ranks")
+            self._on_hung("trainer: the run starts over, with new ranks", MeshLeaves)
         await self._again(self._call(self.start_seconds, PolicyTrainer.start_over, incarnation))
 
     async def publish_again(self, directory: Path, version: PolicyVersion) -> Publication:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_rl.config import RunConfig
+from titan_rl.errors import RollbackNeeded, TaskError
 from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Command, Verb, flat, to_toml, variant
 from titan_rl.playing.policies import number_of, run_until_signal
 from titan_rl.policy.config import PolicyConfig
@@ -40,6 +41,7 @@ TRIED = {
 """Factors. As many fewer groups make a step as long as before."""
 MINUTES = 10
 FEWEST_STEPS = 20
+TRIES = 3
 SCORE = "evaluation/reward"
 
 
@@ -94,36 +96,46 @@ class Search:
         self._trials = 0
 
     async def trial(self, candidate: Candidate, steps: int) -> float:
-        """Train so many steps; returns the seconds that a step took, all but the first."""
+        """Train so many steps; returns the seconds that a step took, all but the first. Made again where a part of the
+        fleet was lost with what the trial had."""
         from titan_rl.run.training import Training
 
-        directory = self._directory / f"trial-{self._trials}"
-        directory.mkdir()
-        config = trial_config(self._config, candidate, steps)
-        training = Training(config, directory, None, Console(quiet=True), incarnation=self._trials + 1)
-        self._trials += 1
-        with self._console.status(f"{directory.name}: {steps} steps"):
-            failed = await training.trial(self._meshes)
+        config, failed = trial_config(self._config, candidate, steps), ""
+        for _ in range(TRIES):
+            directory = self._directory / f"trial-{self._trials}"
+            directory.mkdir()
+            self._trials += 1
+            training = Training(config, directory, None, Console(quiet=True), incarnation=self._trials)
+            try:
+                with self._console.status(f"{directory.name}: {steps} steps"):
+                    failed = await training.trial(self._meshes)
+                break
+            except RollbackNeeded as error:
+                failed = str(error)
         run = read_run(directory, brief=True)
         rewards, seconds = run.values(SCORE), run.values("seconds/step")
-        candidate.scores.append(rewards[-1] if rewards and not failed else -math.inf)
+        failed = failed or ("" if rewards else "its numbers were not written")
+        candidate.scores.append(-math.inf if failed else rewards[-1])
         if failed:
             self._console.print(f"  {directory.name} failed: {failed}")
         return sum(seconds[1:]) / max(len(seconds) - 1, 1)
 
     async def teach(self) -> None:
-        """Do the warm-up, with which every trial would begin, once for all of them."""
-        await self.trial(Candidate({}), 0)
+        """Do the warm-up, with which every trial would begin, once for all of them. Raises TaskError."""
+        await self.trial(first := Candidate({}), 0)
+        if first.scores == [-math.inf]:
+            raise TaskError("nothing is tried: the warm-up failed")
         taught = self._directory / "taught"
         await self._meshes.system().trainer.save(taught)
         policy = PolicyConfig(path=str(taught), architecture=self._config.policy.family)
         self._config = replace(variant(self._config, {"trainer.warmup.steps": 0}), policy=policy)
 
     async def run(self, seconds: float) -> Candidate | None:
-        """The best candidate, found within about so many seconds; None: all have failed."""
+        """The best candidate, found within about so many seconds; None: the first trial failed, or all."""
         print_line, asked = self._console.print, time.monotonic()
         entered = tried = candidates(self._config)
-        if self._config.trainer.warmup.steps and not self._config.trainer.lora.r:
+        trainer = self._config.trainer
+        if trainer.warmup.steps and not trainer.lora.r and trainer.dtype == "float32":  # else what is saved is rounded
             await self.teach()
         began = time.monotonic()
         step = await self.trial(Candidate(tried[0].settings), FEWEST_STEPS)
@@ -169,7 +181,7 @@ def _act(command: Command, prog: str) -> int:
             search = Search(config, meshes, directory, console)
             best = await search.run(60 * minutes - (time.monotonic() - began))
         if best is None:
-            return EXIT_FAILED, "found nothing: every trial has failed"
+            return EXIT_FAILED, "found nothing: the first trial failed, or all"
         kept = directory / "best.toml"
         kept.write_text(to_toml(variant(config, best.settings)), encoding="utf-8")
         console.print(f"titan-rl train --config {kept}")

@@ -14,7 +14,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -24,8 +23,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from titan_rl.config import RunConfig, ServeConfig
-from titan_rl.directories import ENDING, METRICS, SUMMARY, lock_run, write_file
-from titan_rl.errors import ConfigError, Stopped, StorageError
+from titan_rl.directories import ENDING, METRICS, SUMMARY, lock_run, write_ending, write_file
+from titan_rl.errors import ConfigError, Stopped
 from titan_rl.loop.ledger import read_ledger
 from titan_rl.loop.loop import TrainingLoop
 from titan_rl.metrics.timeline import SPANS, timeline
@@ -160,8 +159,7 @@ def conduct(
     if timeline.is_on:
         timeline.end()
     if not ((directory / SUMMARY).exists() and (directory / ENDING).exists()):  # else it was over, and has not gone on
-        with suppress(StorageError):  # on a full disk
-            write_file(directory / ENDING, json.dumps({"exit_code": code, "how": how}) + "\n")
+        write_ending(directory, code, how)
     os.close(lock)
     return code, how, directory
 

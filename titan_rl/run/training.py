@@ -19,8 +19,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from titan_rl.config import RunConfig
-from titan_rl.directories import CONFIG
-from titan_rl.errors import CheckpointError, ConfigError, NothingToTrain, RollbackNeeded, Stopped, TrainingError
+from titan_rl.directories import CONFIG, write_ending
+from titan_rl.errors import (
+    CheckpointError,
+    ConfigError,
+    NothingToTrain,
+    RollbackNeeded,
+    Stopped,
+    TitanError,
+    TrainingError,
+)
 from titan_rl.loop.checkpoint_files import Checkpoint
 from titan_rl.loop.checkpoints import Checkpoints
 from titan_rl.loop.ledger import new_ledger, read_ledger
@@ -98,20 +106,29 @@ class Training:
             self._metrics.close()
 
     async def trial(self, meshes: Supervisor) -> str:
-        """Train to the end on meshes that go on after it, and save nothing. Returns why the training itself failed, or
-        nothing. Raises what ends the meshes."""
+        """Train to the end on meshes that go on after it, and save nothing. Returns why it failed, or nothing. Raises
+        RollbackNeeded: what the trial had is lost, and it may be made again; else what ends the meshes."""
         meshes.start_over(self._config)
-        system, why = meshes.system(), ""
+        system = meshes.system()
         recorder = self._make_recorder(system)
         loop = self._make_loop(system, recorder)
+
+        async def failure() -> str:  # which is none of the meshes, so that they announce nothing
+            try:
+                await loop.run()
+            except RollbackNeeded:
+                raise
+            except TitanError as error:
+                return str(error) or type(error).__name__
+            return ""
+
         try:
-            await meshes.run_end.watch(loop.run())
-        except (NothingToTrain, TrainingError, RollbackNeeded) as error:
-            why = str(error)
+            why = await meshes.run_end.watch(failure())
+            await loop.leave()
+            await recorder.settled()
         finally:
             self._metrics.close()
-        await loop.leave()
-        await recorder.settled()
+        write_ending(self._directory, bool(why), f"failed: {why}" if why else "is done, a trial")
         return why
 
     async def _until_done(self, meshes: Supervisor) -> TrainingLoop:

@@ -39,6 +39,8 @@ class MeshTable:
     """Those that are not lost, by name."""
     model_path: Path = field(init=False)
     """Hugging Face directory that trainer and generators load."""
+    trainer_path: Path | None = None
+    """That of the trainer, where it loads other weights of the same shape."""
     rollouts: RolloutWorkers = field(init=False)
     """All rollout workers as one object."""
     fleet: list[str] = field(init=False)
@@ -161,12 +163,13 @@ class TrainerKind(MeshKind):
         return TrainerClient(
             config,
             start_seconds=self.start_seconds,
-            on_hung=lambda reason: report(MeshFailed(reason, plan.name)),
+            on_hung=lambda reason, kind=MeshFailed: report(kind(reason, plan.name)),
             say=self.table.say,
         )
 
     def arguments(self, mesh: ManagedMesh) -> dict[str, Any]:
-        return {**super().arguments(mesh), "device": mesh.plan.device, "hosts": mesh.plan.hosts}
+        model = str(self.table.trainer_path or self.table.model_path)
+        return super().arguments(mesh) | {"model_path": model, "device": mesh.plan.device, "hosts": mesh.plan.hosts}
 
     def peers(self, mesh: ManagedMesh) -> dict[str, Any]:
         """The stores, of which it may read the samples of other hosts."""

@@ -102,7 +102,7 @@ class Supervisor:
     def start_over(self, config: RunConfig) -> None:
         """The next loop has these settings, and a trainer that is made with them. The other meshes stay as they are."""
         self.config = self.table.config = config
-        self.table.model_path = model_directory(config)
+        self.table.trainer_path = model_directory(config)
         self.meshes["trainer"].client.outdate()
 
     # Up and down.
