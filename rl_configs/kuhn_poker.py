@@ -79,8 +79,8 @@ def self_play() -> RunConfig:
             "rollout.max_turns": 3,
             "rollout.sampling.max_new_tokens": 1,
             "rollout.advantage.name": "rae",
-            # each player overshoots what beats the other: with a floor that falls, and smaller steps, they settle
-            "trainer.loss.kwargs": {"entropy_floor": 0.3},
+            # each player overshoots what beats the other: with a bonus that falls, and smaller steps, they settle
+            "trainer.loss.kwargs": {"entropy_bonus": 0.2, "entropy_decay": 1.0},
             "trainer.optimizer.decay_ratio": 1.0,
             "trainer.optimizer.min_lr_factor": 0.1,
             "generator.count": 1,

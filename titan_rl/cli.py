@@ -82,7 +82,7 @@ def list_algorithms(arguments: Sequence[str], *, prog: str) -> int:
 
 VERBS = {
     "train": ("train:main", "Train a policy: TASK.py or --recipe NAME [--section.key VALUE ...]."),
-    "tune": ("playing.tune", "Search learning rate, entropy floor and group size for a task: TASK.py."),
+    "tune": ("playing.tune", "Search learning rate, entropy bonus and group size for a task: TASK.py."),
     "recipes": ("cli:list_recipes", "List the recipes, and the bundled tasks that environment.name takes."),
     "algorithms": ("cli:list_algorithms", "List algorithms (credit, losses), their papers, when to use which: [NAME]."),
     "try": ("playing.try_task", "Play a task without training: prompts, tools, rewards, by hand or by a policy."),

@@ -84,7 +84,7 @@ def task() -> RunConfig:
         {
             "rollout.samples_per_group": 16,
             "trainer.optimizer.lr": 1e-3,
-            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2},
+            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2, "entropy_bonus": 0.3, "entropy_decay": 0.8},
             "generator.kv_cache_bytes": 256 << 20,
             "loop.steps": 500,
             "loop.groups_per_step": 32,

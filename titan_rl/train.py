@@ -116,7 +116,7 @@ def _what_to_run(command: Command, prog: str) -> tuple[RunConfig, Resume | None]
 
 def for_task(task: str, command: Command, prog: str) -> RunConfig:
     """The settings that suit a task, under those of the command; what is chosen is printed."""
-    from titan_rl.run.first_settings import BONUS, FLOOR, choose, survey
+    from titan_rl.run.first_settings import choose, survey
 
     if command.recipe or "--resume" in command.values:
         raise ConfigError(f"{task}: leave it out beside --recipe and --resume, which name a task themselves")
@@ -136,11 +136,7 @@ def for_task(task: str, command: Command, prog: str) -> RunConfig:
     shape = shape_of(before) if tiny is None else None
     positions = 0 if tiny is not None else shape.max_length if shape is not None else sys.maxsize
     settings = choose(found, by_bytes=by_bytes, positions=positions, warmup=warmup)
-    as_said = {
-        "trainer.optimizer.lr": "trainer.optimizer.kl_band",
-        "rollout.samples_per_group": "rollout.most_samples",
-        BONUS: FLOOR,
-    }
+    as_said = {"trainer.optimizer.lr": "trainer.optimizer.kl_band", "rollout.samples_per_group": "rollout.most_samples"}
     fixed = {changes for name, changes in as_said.items() if name in given}  # nothing changes what the user says
     settings = [each for each in settings if each.setting not in fixed]
     chosen = [each for each in settings if each.setting not in given]

@@ -11,7 +11,7 @@ from titan_rl.environments.base import find_task
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.rollout.config import EnvironmentConfig
-from titan_rl.run.first_settings import ENTROPY_FLOOR, Survey, choose, survey
+from titan_rl.run.first_settings import Survey, choose, survey
 from titan_rl.train import VERB, for_task
 from titan_rl.types import ToolSpec
 
@@ -180,7 +180,7 @@ def test_right_answers_are_taught_where_answers_at_random_are_hardly_ever_right(
     chosen = {each.setting: each.value for each in choose(found, positions=4096 * trained)}
     assert (chosen.get("trainer.warmup.steps", 0) > 0) is taught
     assert ("trainer.warmup.steps" in chosen) is (lucky < 0.05 and not trained), "that nothing is taught is said"
-    assert (chosen.get("trainer.loss.kwargs.entropy_floor", 0.0) > 0) is not trained, "they know where to search"
+    assert (chosen.get("trainer.loss.kwargs.entropy_bonus") == 0.05) is taught, "what was taught is not forgotten"
 
 
 def test_runs_of_programs_make_smaller_steps():
@@ -210,13 +210,3 @@ def test_a_length_that_the_user_gives_takes_the_place_of_the_chosen_one(tmp_path
     config = for_task(words[0], VERB.read(words), "train")
     assert config.generator.max_model_len == 16 and config.policy.tiny.max_length == 32
     assert config.rollout.samples_per_group == 4 and config.rollout.most_samples == 0
-
-
-@pytest.mark.parametrize(
-    ("given", "target"), [((), ENTROPY_FLOOR), (("--trainer.loss.kwargs.entropy-bonus", "0.1"), 0)]
-)
-def test_entropy_is_kept_unless_the_user_gives_a_bonus(tmp_path, given, target):
-    (tmp_path / "mine.py").write_text(SWAP)
-    words = [str(tmp_path / "mine.py"), "--trainer.warmup.steps", "0", *given]
-    kwargs = for_task(words[0], VERB.read(words), "train").trainer.loss.kwargs
-    assert kwargs.get("entropy_floor", 0) == target and kwargs.get("entropy_bonus", 0) == (0.1 if given else 0)

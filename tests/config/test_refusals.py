@@ -76,7 +76,7 @@ WRONG = {
         "trainer.loss.kwargs.clip_hihg",
         "grpo takes no such argument (did you mean clip_high?)",
     ),
-    "--recipe copy4 --trainer.loss.kwargs.entropy_bonu 0.3": ("did you mean entropy_bonus?", "entropy_floor"),
+    "--recipe copy4 --trainer.loss.kwargs.entropy_bonu 0.3": ("did you mean entropy_bonus?", "entropy_decay"),
     "--recipe copy4 --trainer.loss.kwargs.entropy_bonus nan": ("trainer.loss.kwargs.entropy_bonus", "finite"),
     "--recipe copy4 --rollout.rollouter no.such:Player": ("rollout.rollouter", "no module 'no.such'"),
     "--recipe copy4 --router.strategy random": ("router.strategy", "least_loaded, round_robin, sticky_session"),

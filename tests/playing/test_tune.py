@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from titan_rl.config_registry import task
-from titan_rl.overrides import variant
 from titan_rl.playing.tune import (
+    BONUS,
     FEWEST_STEPS,
-    FLOOR,
     SAMPLES,
     Candidate,
     better_half,
@@ -23,7 +22,7 @@ from titan_rl.view.learning import LR
 
 
 def test_the_settings_of_the_task_itself_are_tried_first_and_every_step_stays_as_long():
-    found = candidates(variant(task(), {"trainer.loss.kwargs": {"entropy_floor": 0.5}}))
+    found = candidates(task())
     exact = replace(task().trainer, optimizer=replace(task().trainer.optimizer, lr=1.25e-4))
     assert candidates(replace(task(), trainer=exact))[0].settings[LR] == 1.25e-4
     assert found[0].settings[LR] == task().trainer.optimizer.lr and len(found) == 8
@@ -31,11 +30,11 @@ def test_the_settings_of_the_task_itself_are_tried_first_and_every_step_stays_as
     assert len({str(each.settings) for each in found}) == len(found)
 
 
-def test_a_loss_without_an_entropy_floor_is_tried_without_one():
+def test_a_loss_without_an_entropy_bonus_is_tried_without_one():
     config = task()
     loss = replace(config.trainer.loss, kwargs={"clip_low": 0.2})
     found = candidates(replace(config, trainer=replace(config.trainer, loss=loss)))
-    assert len(found) == 5 and not any(FLOOR.rpartition(".")[2] in str(each.settings) for each in found)
+    assert len(found) == 5 and not any(BONUS.rpartition(".")[2] in str(each.settings) for each in found)
     for each in found:
         each.scores.append(0.5)
     assert [column.header for column in result_table(found, found[0]).columns] == ["lr", "samples_per_group", "reward"]

@@ -170,8 +170,10 @@ def test_only_ppo_asks_for_the_policy_before_the_batch(name):
 def test_the_bonus_the_band_and_the_aggregation_are_the_same_around_every_loss(name, aggregation, monkeypatch):
     monkeypatch.setitem(oracles.LOSSES, name, (aggregation, oracles.LOSSES[name][1]))
     step = rows(11)
-    objective = objective_of(name, aggregation=aggregation, entropy_bonus=0.1, sequence_low=0.8, sequence_high=1.3)
-    tokens = trained(step, **moments(step))
+    objective = objective_of(
+        name, aggregation=aggregation, entropy_bonus=0.2, entropy_decay=0.5, sequence_low=0.8, sequence_high=1.3
+    )
+    tokens = trained(step, progress=0.25, **moments(step))
     value, gradient, lost = by_oracle(name, step, bonus=0.1, entropy=2.0, low=0.8, high=1.3)
     found = computed(objective, tokens, objective.divisor(plan_of(step)))
     close([found[0], *found[1]], [value, *gradient], 1e-10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -61,6 +62,14 @@ def test_the_clip_removes_the_gradient_exactly_where_it_should(ratio, advantage,
     loss.backward()
     assert batch.logprobs.grad.item() == pytest.approx(-advantage * ratio if pushes else 0.0)
     assert metrics["clip_share"].item() == (0 if pushes else 1)
+
+
+@pytest.mark.parametrize(("done", "weight"), [(0.0, 0.1), (0.25, 0.05), (0.5, 0.0), (0.9, 0.0)])
+def test_an_entropy_bonus_that_decays_is_gone_when_its_share_of_the_run_is_over(done, weight):
+    entropies = torch.tensor([2.0, 0.5], requires_grad=True)
+    batch = replace(tokens_of([1.0, 1.0], [0.0, 0.0]), entropies=entropies, progress=done)
+    loss, _ = loss_of("grpo", entropy_bonus=0.1, entropy_decay=0.5)(batch)
+    assert loss.item() == pytest.approx(-weight * 2.5)
 
 
 def test_the_sides_of_the_clip_are_set_apart():

@@ -64,7 +64,7 @@ def test_a_missed_target_says_whether_the_score_still_rose():
     both = "The policy learned, and missed its target"
     assert "still rose" in said(rising, both).do and titles(rising) == {both}
     flat = run_of(config=config, evaluation__exact_match=[0.0, 0.2, 0.4, 0.4])
-    assert "--trainer.loss.kwargs.entropy-floor 0.3" in said(flat, both).do
+    assert "--trainer.loss.kwargs.entropy-bonus 0.3" in said(flat, both).do
     assert "--loop.steps 60" in said(rising, both).do
     never = run_of(config=config, evaluation__exact_match=[0.0, 0.0])
     assert titles(never) == {"The run missed its target"}
@@ -109,14 +109,14 @@ def test_a_reward_that_does_not_rise_is_a_problem_unless_it_is_at_its_top(reward
     ("numbers", "do"),
     [
         ({"train__kl_k3": [0.3] * STEPS}, "--trainer.optimizer.lr 0.0002; it is 0.001"),
-        ({"train__entropy": [2.0] * 10 + [0.01] * 20}, "--trainer.loss.kwargs.entropy-floor 0.9; it is 0.3"),
+        ({"train__entropy": [2.0] * 10 + [0.01] * 20}, "--trainer.loss.kwargs.entropy-bonus 0.6; it is 0.2"),
         ({"train__kl_k3": [1e-5] * STEPS}, "--trainer.optimizer.lr 0.003; it is 0.001"),
         ({"train__kl_k3": [5e-3] * STEPS}, "--rollout.samples-per-group 16; it is 8"),
         ({"groups__equal_rewards": [0.9] * STEPS}, "--rollout.samples-per-group 16; it is 8"),
     ],
 )
 def test_a_flat_reward_ends_with_the_setting_that_most_likely_keeps_it_flat(numbers, do):
-    settings = {"trainer.optimizer.lr": 1e-3, "rollout.samples_per_group": 8, "trainer.loss.kwargs.entropy_floor": 0.3}
+    settings = {"trainer.optimizer.lr": 1e-3, "rollout.samples_per_group": 8, "trainer.loss.kwargs.entropy_bonus": 0.2}
     run = run_of(config=settings, rollout__reward_mean=FLAT, rollouts=[ROLLOUT], **numbers)
     assert do in said(run, "Reward is flat").do
 
@@ -218,10 +218,8 @@ def test_entropy_that_is_gone_while_the_reward_is_low_is_a_problem():
     late = {"train__entropy": falling, "rollout__reward_mean": [0.4] * 25 + [0.97] * 5, "rollouts": rollouts}
     assert "The policy settled too soon" not in titles(run_of(**late)), "so many cannot be wrong now"
     late["rollout__reward_mean"] = [0.4] * 30
-    found = said(run_of(**late, config={"trainer.loss.kwargs.entropy_floor": 1.0}), "The policy settled too soon")
-    assert "reward is 0.40 and 40%" in found.text and "entropy-floor" not in found.do, "no more can be kept"
-    found = said(run_of(**late, config={"policy.path": "weights"}), "The policy settled too soon")
-    assert "--trainer.loss.kwargs.entropy-bonus 0.003; it is 0" in found.do, "they are rightly sure of most tokens"
+    found = said(run_of(**late, config={"trainer.loss.kwargs.entropy_bonus": 0.9}), "The policy settled too soon")
+    assert "reward is 0.40 and 40%" in found.text and "entropy-bonus" not in found.do, "no bonus is tripled for ever"
 
 
 def test_a_run_whose_best_answers_are_right_is_told_nothing_to_do():
@@ -240,7 +238,7 @@ def test_a_run_whose_best_answers_are_right_is_told_nothing_to_do():
 def test_a_policy_that_settled_on_wrong_answers_is_not_told_to_go_on_nor_to_take_more_samples(wrong, entropy, expected):
     rollouts = [structs.replace(ROLLOUT, reward=float(number >= wrong)) for number in range(40)]
     run = run_of(
-        config={"rollout.samples_per_group": 16, "trainer.loss.kwargs.entropy_floor": 0.4},
+        config={"rollout.samples_per_group": 16, "trainer.loss.kwargs.entropy_bonus": 0.3},
         train__entropy=[2.0] * 20 + [entropy] * 10,
         rollout__reward_mean=[0.7 * step / STEPS for step in range(STEPS)],
         groups__equal_rewards=[0.95] * STEPS,
@@ -252,7 +250,7 @@ def test_a_policy_that_settled_on_wrong_answers_is_not_told_to_go_on_nor_to_take
     )
     assert titles(run) & {settled, *others} == ({settled} if expected else others)
     if expected:
-        assert "30% of the answers" in said(run, settled).text and "entropy-floor 1;" in said(run, settled).do
+        assert "30% of the answers" in said(run, settled).text and "entropy-bonus 0.9" in said(run, settled).do
 
 
 def test_a_number_that_is_not_finite_names_its_first_step():

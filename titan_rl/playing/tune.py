@@ -1,6 +1,6 @@
 """usage: {prog} TASK [--minutes N] [--section.key VALUE ...]
 
-Search learning rate, entropy floor and samples per group for a task of yours. Shows a table and writes the config of
+Search learning rate, entropy bonus and samples per group for a task of yours. Shows a table and writes the config of
 the best. Successive halving: every candidate trains a little, the better half is trained twice as long, until one is
 left. Each trial trains from the first step on, so that its learning rate falls as it would, and one that fails costs
 only itself. All use one fleet, of which the trainer alone is made anew. They stay in DIRECTORY, for `titan-rl report`.
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from titan_rl.supervision.run_end import Options
     from titan_rl.supervision.supervisor import Supervisor
 
-FLOOR, SAMPLES = "trainer.loss.kwargs.entropy_floor", "rollout.samples_per_group"
+BONUS, SAMPLES = "trainer.loss.kwargs.entropy_bonus", "rollout.samples_per_group"
 TRIED = {
     LR: (1, 3, 1 / 3, 1, 1, 1, 1, 1 / 3),
-    FLOOR: (1, 1, 1, 1 / 3, 1 / 10, 1, 1, 1 / 3),
+    BONUS: (1, 1, 1, 1 / 3, 1 / 10, 1, 1, 1 / 3),
     SAMPLES: (1, 1, 1, 1, 1, 2, 1 / 2, 1),
 }
 """Factors. As many fewer groups make a step as long as before."""
@@ -57,13 +57,13 @@ def candidates(config: RunConfig) -> list[Candidate]:
     lr, loss = config.trainer.optimizer.lr, config.trainer.loss.kwargs
     samples, groups = config.rollout.samples_per_group, config.loop.groups_per_step
     found: list[Candidate] = []
-    for rate, share, size in zip(*TRIED.values(), strict=True):
+    for rate, bonus, size in zip(*TRIED.values(), strict=True):
         settings: dict[str, Any] = {LR: times(lr, rate), SAMPLES: max(2, times(samples, size))}
         settings |= {"loop.groups_per_step": max(1, round(groups / size)), "rollout.most_samples": 0}
         settings["trainer.loss.kwargs"] = {
-            name: times(float(value), share) if name == "entropy_floor" else value for name, value in loss.items()
+            name: times(float(value), bonus) if name == "entropy_bonus" else value for name, value in loss.items()
         }
-        if all(settings != each.settings for each in found):  # a user may have set the bonus
+        if all(settings != each.settings for each in found):  # a loss may have no entropy bonus
             found.append(Candidate(settings))
     return found
 
@@ -192,7 +192,7 @@ def _act(command: Command, prog: str) -> int:
 
 def _shown(candidate: Candidate) -> dict[str, Any]:
     settings = dict(flat(candidate.settings))
-    return {key.rpartition(".")[2]: settings[key] for key in (LR, FLOOR, SAMPLES) if key in settings}
+    return {key.rpartition(".")[2]: settings[key] for key in (LR, BONUS, SAMPLES) if key in settings}
 
 
 def result_table(tried: Sequence[Candidate], best: Candidate) -> Table:

@@ -89,7 +89,7 @@ class LossConfig:
     """A name that `titan-rl algorithms` lists, `pkg.mod:function` or `file.py:function`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the function (of grpo clip_low, clip_high), and of every loss aggregation, entropy_bonus,
-    entropy_floor, sequence_low, sequence_high."""
+    entropy_decay, sequence_low, sequence_high."""
     seconds: Positive = 60.0
     """Of a function of your own, not a bundled one: a call that has not returned after so long ends the run."""
 

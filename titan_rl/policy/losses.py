@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from titan_rl.policy.packing import MiniBatch, PackingPlan
 
 
-LARGEST_BONUS = 0.5
-"""Of a token without any entropy, while there is a floor. An advantage is 1 where it is one standard deviation."""
-
-
 @dataclass(kw_only=True)
 class Objective:
     """Minus the gains of a loss, minus the entropy bonus, over the samples inside the band, summed over tokens.
@@ -52,11 +48,10 @@ class Objective:
     aggregation: Literal["", "token_mean", "sample_mean", "sample_sum"] = ""
     """See `AGGREGATIONS`; empty: the function's own."""
     entropy_bonus: NotNegative = 0.0
-    """Weight of the entropy in every step; at 0 the policy collapses to one answer sooner."""
-    entropy_floor: Share = 0.0
-    """Share of the entropy that the first RL step had. A token with less gets a bonus of its own, for what is missing:
-    none at the floor, `LARGEST_BONUS` where the policy would always say the same. The floor falls linearly to 0 over
-    the run, so that the policy searches first, and may settle when it has found what pays. 0: there is none."""
+    """Weight of the entropy; at 0 the policy collapses to one answer sooner."""
+    entropy_decay: Share = 0.0
+    """Share of the run over which the bonus falls linearly to 0, so that it may be large while the policy searches and
+    is gone when it has found; 0: it stays."""
     sequence_low: NotNegative = 0.0
     """Lower end of the band; 0 drops no sample."""
     sequence_high: NotNegative = math.inf
@@ -78,9 +73,9 @@ class Objective:
         """The sum of values [N] of these tokens as `divisor` will divide it."""
         return (values / tokens.lengths if self.aggregation == "sample_mean" else values).sum()
 
-    def __call__(self, tokens: TrainedTokens, floor: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, tokens: TrainedTokens) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss summed over N >= 1 tokens, and detached: over how many tokens a gradient was bounded or removed, how
-        many were masked, and the sum of their bonuses. All scalars. `floor`: in nats, of this step."""
+        many were masked, and the bonus. All scalars."""
         masked = tokens.samples.new_zeros(())
         if self.sequence_low > 0 or self.sequence_high < math.inf:
             mean_ratio = bounded_exp(tokens.sample_mean(tokens.log_ratio.detach()))
@@ -91,13 +86,12 @@ class Objective:
         if gains.shape != tokens.logprobs.shape or bounded.shape != tokens.logprobs.shape:
             found = f"{list(gains.shape)} and {list(bounded.shape)}"
             raise TrainingError(f"the loss returned {found} for {len(tokens.samples)} tokens")
-        bonus = tokens.entropies.new_full(tokens.entropies.shape, self.entropy_bonus)
-        if floor > 0:
-            bonus = bonus + LARGEST_BONUS * (1 - tokens.entropies.detach() / floor).clamp(min=0)
-        if self.entropy_bonus or floor > 0:
+        left = max(0.0, 1 - tokens.progress / self.entropy_decay) if self.entropy_decay else 1.0
+        bonus = self.entropy_bonus * left
+        if bonus:
             gains = gains + bonus * tokens.entropies
         loss = -self.total(gains, tokens)
-        return loss, {"clip_share": bounded.sum(), "masked_share": masked, "entropy_bonus": bonus.sum()}
+        return loss, {"clip_share": bounded.sum(), "masked_share": masked, "entropy_bonus": loss.new_tensor(bonus)}
 
 
 OF_EVERY_LOSS = frozenset(each.name for each in fields(Objective)) - {"function", "kwargs"}

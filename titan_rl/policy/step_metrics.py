@@ -44,9 +44,8 @@ _SUMS = (
     "logprob_outside",
     "clip_share",
     "masked_share",
-    "entropy_bonus",
 )
-_MAXIMA = ("weight_max", "logprob_difference_max")
+_MAXIMA = ("weight_max", "logprob_difference_max", "entropy_bonus")
 
 RATIO_BAND = (0.9, 1.1)
 """Probability ratios of trainer and engine outside of it are counted as disagreement."""
@@ -164,10 +163,9 @@ class StepMetrics:
         total = self._totals
         tokens = total["tokens"]
         difference_mean, outside_share = self.engine_difference
-        means = ("entropy", "entropy_bonus", "kl_k3", "clip_share", "masked_share")
         return {
             "loss": total["loss"] / divisor,
-            **{name: total[name] / tokens for name in means},
+            **{name: total[name] / tokens for name in ("entropy", "kl_k3", "clip_share", "masked_share")},
             **({"reference_kl_k3": total["reference_kl_k3"] / tokens} if self._reference else {}),
             "weight_mean": total["weight"] / tokens,
             "weight_max": top["weight_max"],
@@ -176,6 +174,7 @@ class StepMetrics:
             "logprob_difference_mean": difference_mean,
             "logprob_difference_max": top["logprob_difference_max"],
             "logprob_outside_share": outside_share,
+            "entropy_bonus": top["entropy_bonus"],
         }
 
 

@@ -21,7 +21,7 @@ from titan_rl.errors import CheckpointError, StorageError, WeightsError
 from titan_rl.weights.manifest import TensorShard
 from titan_rl.weights.tensor_files import shards_of_files, write_shards
 
-WEIGHTS, MOMENTS, REFERENCE, CRITIC, ENTROPY = "model.", "optimizer.", "reference.", "critic.", "entropy."
+WEIGHTS, MOMENTS, REFERENCE, CRITIC = "model.", "optimizer.", "reference.", "critic."
 """What the names of a state's parts begin with. Hugging Face names follow, those of the moments are torch's."""
 
 

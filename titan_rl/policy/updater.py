@@ -42,7 +42,7 @@ from titan_rl.policy.preferences import Preferences
 from titan_rl.policy.state_copies import StateCopies
 from titan_rl.policy.step_metrics import StepMetrics, logprob_alarm
 from titan_rl.policy.token_score_recorder import TokenScoreRecorder
-from titan_rl.policy.training_state import CRITIC, ENTROPY, MOMENTS, REFERENCE, WEIGHTS, StateWriter, read_state
+from titan_rl.policy.training_state import CRITIC, MOMENTS, REFERENCE, WEIGHTS, StateWriter, read_state
 from titan_rl.types import LARGEST_STEP, PolicyVersion
 from titan_rl.weights.manifest import TIED, TensorShard
 
@@ -138,8 +138,6 @@ class PolicyUpdater:
         self._preferences: Preferences | None = None  # of a warm-up by pairs
         self._warm_up_steps = 0
         self._recorder = TokenScoreRecorder()
-        self._begun = torch.zeros((), dtype=torch.float64)  # mean entropy in the first step, once there was one
-        self._floor = 0.0  # of a token's entropy in this step
         self._total_steps = total_steps
         self.step = 0
         self.incarnation = 0
@@ -206,11 +204,8 @@ class PolicyUpdater:
             raise TrainingError("the KL term has no reference: freeze_reference was not called")
         self._warm_up = self._preferences = None
         self._recorder = recorder or TokenScoreRecorder()
-        self._floor = self._loss.entropy_floor * float(self._begun) * (1 - self.step / self._total_steps)
         metrics = self._optimize(batch, plan, self._optimizer, warm_up=False)
         self.step += 1
-        if not self._begun:
-            self._begun.fill_(metrics["entropy"])
         return metrics
 
     def local_shards(self) -> Sequence[TensorShard]:
@@ -280,8 +275,7 @@ class PolicyUpdater:
     def _state(self) -> list[TensorShard]:
         """This rank's part of all that steps change, which stays where it is."""
         critic = self._critic.tensors if self._critic else {}
-        begun = {"begun": self._begun} if self._loss.entropy_floor else {}
-        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.tensors, CRITIC: critic, ENTROPY: begun}
+        parts = {WEIGHTS: self._policy.trained, MOMENTS: self._optimizer.tensors, CRITIC: critic}
         return _shards_of({of + name: tensor for of, part in parts.items() for name, tensor in part.items()})
 
     def _frozen(self) -> list[TensorShard]:
@@ -422,8 +416,9 @@ class PolicyUpdater:
                 proximal_logprobs=microbatch.proximal_logprobs,
                 advantage_mean=0.0 if self._critic else plan.advantage_mean,  # a critic's are standardized
                 advantage_std=1.0 if self._critic else plan.advantage_std,
+                progress=self.step / self._total_steps,
             )
-            loss, loss_metrics = self._loss(tokens, self._floor)
+            loss, loss_metrics = self._loss(tokens)
             if reference_logprobs is not None and not self._config.kl.in_reward:
                 penalty = kl_penalty(self._config.kl.estimator, logprobs, reference_logprobs, tokens.ratio)
                 loss = loss + self._config.kl.coefficient * self._loss.total(penalty, tokens)

@@ -49,9 +49,7 @@ PROGRAM_GROUPS, PROGRAM_STEPS = 4, 150
 """Of a run whose rollouts are played by programs: each is a process of its own."""
 KL_BAND = 0.05
 """Ten times what a step usually moves a tiny policy."""
-BONUS, FLOOR = "trainer.loss.kwargs.entropy_bonus", "trainer.loss.kwargs.entropy_floor"
-ENTROPY_FLOOR = 0.3
-"""With less, answers are settled before their worth is known; with more, they stay too random to be rewarded."""
+BONUS = "trainer.loss.kwargs.entropy_bonus"
 LUCK = 0.05
 """Share of answers at random that are right. With fewer, right ones are taught first where they are known: that takes
 seconds, and what remains for rewards is what nobody demonstrates."""
@@ -292,7 +290,8 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
         for name, (value, why) in TAUGHT.items():
             add(f"trainer.warmup.{name}", value, first * (name == "steps") + why)
     if taught:
-        add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps, not forgotten")
+        add("trainer.optimizer.lr", 3e-4, "what was taught is changed in smaller steps")
+        add(BONUS, 0.05, "and searched around, not forgotten")
         add("loop.steps", TAUGHT_LOOP, "what was taught needs fewer steps by reward")
     elif found.lucky < LUCK and not trained and warmup is None:
         why = f"{found.lucky:.1%} of answers at random are right, and no `demonstration` says what to teach"
@@ -303,10 +302,9 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
     elif found.different < FEW_DIFFERENT and not (taught or trained):
         why = f"{found.different:.0%} of groups of answers at random have different rewards: groups grow while few do"
         add("rollout.most_samples", MOST_SAMPLES, why)
-    if not trained:  # weights that were trained before know where to search
-        add(FLOOR, ENTROPY_FLOOR, "of its first entropy, below which a token gets a bonus; it falls to 0 over the run")
     add("trainer.optimizer.kl_band", KL_BAND, "nats; a step that went further would be made smaller")
     if trained:
         add("trainer.optimizer.lr", 1e-6, "weights that were trained before move in small steps")
+        add(BONUS, 0.0, "and know where to search")
         add("placement.device", "auto", "as this host has it")
     return chosen

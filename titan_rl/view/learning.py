@@ -25,8 +25,7 @@ SURE = 2.0
 """Standard errors; a smaller change of a mean counts as none."""
 TOP_SHARE = 0.98
 """Of the largest reward seen; a mean above it has nothing left to gain."""
-ENTROPY_OF_NEW, ENTROPY_OF_TRAINED = ("floor", 0.3, 1.0), ("bonus", 0.003, 0.5)
-"""What keeps entropy, from where to where. Weights that were trained before are sure of most tokens, and rightly so."""
+MOST_BONUS = 0.5  # of the entropy, that is still made larger
 COLLAPSED_ENTROPY, STILL_WRONG, MOSTLY_CUT = 0.1, 0.1, 0.5
 """Of the entropy that the run began with; share of the answers that get less than half of the largest reward. A policy
 that has both answers nearly always the same, and too often wrongly; but not where so many answers are cut off."""
@@ -261,11 +260,14 @@ def _settled(run: Run) -> str:
 
 
 def _more_entropy(run: Run) -> str:
-    name, first, most = ENTROPY_OF_TRAINED if run.config.get("policy.path") else ENTROPY_OF_NEW
-    there = run.config.get(f"trainer.loss.kwargs.entropy_{name}", 0.0)
-    if there >= most:
+    bonus = run.config.get("trainer.loss.kwargs.entropy_bonus", 0.0)
+    least = 0.003 if run.config.get("policy.path") else 0.3  # weights that were trained before know where to search
+    if bonus > MOST_BONUS:  # more of it would drown the reward
         return to_set(run, {"rollout.samples_per_group": 2})
-    return f"Set --trainer.loss.kwargs.entropy-{name} {min(max(3 * there, first), most):g}; it is {there:g}."
+    do = f"Set --trainer.loss.kwargs.entropy-bonus {max(3 * bonus, least):g}; it is {bonus:g}."
+    if not run.config.get("trainer.loss.kwargs.entropy_decay"):
+        do += " With --trainer.loss.kwargs.entropy-decay 0.8 it is gone when the policy has found what pays."
+    return do
 
 
 def _entropy(run: Run) -> Iterator[Finding]:

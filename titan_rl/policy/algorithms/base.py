@@ -78,6 +78,8 @@ class TrainedTokens:
     advantage_mean: float = 0.0
     """Over the trained tokens of the whole step, each with its sample's mean advantage."""
     advantage_std: float = 1.0
+    progress: float = 0.0
+    """Share of the run's steps that were done before this one."""
 
     @property
     def ratio(self) -> Tensor:
