@@ -72,6 +72,7 @@ EXCEPTIONS = {
     "view/report.py:_act": "a run tells nobody that it has gone on",
     "view/watch.py:_looks": "a file tells nobody that it has grown",
     "supervision/supervisor.py:start": "the pause before a mesh that keeps failing is started again",
+    "supervision/process_watch.py:_end_stages": "orphans tell nobody of their end but who reaps them; a second at most",
     "supervision/proxy.py:_connect": "a socket that is not there yet tells nobody that it is",
     "hosts/elastic.py:_rejoin": "the pause before a lost host is tried again",
     "rpc/mesh_client.py:until_still": "a process that hangs tells nobody, nor does a host that is cut off",

@@ -137,7 +137,7 @@ class Host:
 
     async def detach(self) -> None:
         """The run does not need the host any more; its meshes are stopped. Never raises."""
-        self._watch.close()
+        await asyncio.to_thread(self._watch.close)
 
     async def require_sees(self, run_directory: Path) -> None:
         """Raises ConfigError if the run directory, where the trainer writes checkpoints, is not there."""

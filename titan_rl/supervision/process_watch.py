@@ -42,6 +42,8 @@ _EXIT_MILLISECONDS = 1000
 _GONE_SECONDS = 8.0
 """How long killed ones may take, less than a call to a host's agent. First the driver takes back their device memory,
 which those that follow them need."""
+_STAGES_SECONDS = 1.0
+"""How long killed stages may take. Where process 1 reaps no orphans, as in some containers, their group stays."""
 FORK_SERVER_SECONDS, FORK_SERVERS = 10.0, 3
 """So many fork servers, none of which lived for so long, and no more is started."""
 
@@ -78,6 +80,7 @@ class ProcessWatch:
         self._pipe = os.open(self.births, os.O_RDWR)
         self._life = os.open(life, os.O_RDWR)  # for as long as this process lives
         self._closed = False
+        self._server_gone = threading.Event()
         start_thread("births", self._take_births, on_death=on_broken)
         keep = functools.partial(self._keep_fork_server, directory, stage, log, dict(os.environ))
         start_thread("fork server", keep, on_death=on_broken)
@@ -105,10 +108,12 @@ class ProcessWatch:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Nothing is watched any more. Processes that still live die."""
+        """Nothing is watched any more. Processes that still live die. Returns when the fork server and its stages are
+        gone, which takes as long as their memory is large."""
         self._closed = True
         os.write(self._pipe, b"\n")
         os.close(self._life)
+        self._server_gone.wait(_GONE_SECONDS)
 
     def _keep_fork_server(self, directory: Path, stage: Stage, log: str, environment: dict[str, str]) -> None:
         """`environment`: not this process's own, which another thread may be changing."""
@@ -125,12 +130,26 @@ class ProcessWatch:
             )
             if output is not None:
                 os.close(output)
-            how = ending_in_words(server.wait())
+            os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
             if self._closed:
-                return
+                return self._end_stages(server)
+            how = ending_in_words(server.wait())
             _log.error("the fork server of this host %s; another one is started", how)
             died_early = died_early + 1 if time.monotonic() < began + FORK_SERVER_SECONDS else 0
+        self._server_gone.set()
         raise RuntimeError(f"the fork server {how} {FORK_SERVERS} times in a row" + f"; see {log}" * bool(log))
+
+    def _end_stages(self, server: subprocess.Popen[bytes]) -> None:
+        """Those of a fork server that has ended and is not reaped: its process group, whose id nobody else gets before
+        all are gone. By themselves they would die one after the other."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+            deadline = time.monotonic() + _STAGES_SECONDS
+            while time.monotonic() < deadline:
+                os.killpg(server.pid, 0)
+                time.sleep(0.005)
+        self._server_gone.set()
 
     def _take_births(self) -> None:
         with open(self._pipe, "rb", closefd=False) as births:
