@@ -14,7 +14,7 @@ from titan_rl.playing.tune import (
     Candidate,
     better_half,
     candidates,
-    first_steps,
+    plan_of,
     result_table,
     rounds,
 )
@@ -45,11 +45,21 @@ def test_every_round_is_half_as_many_and_twice_as_long():
     assert list(rounds(5, 10)) == [(5, 10), (2, 20)] and list(rounds(1, 10)) == []
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(600, 83), (60, FEWEST_STEPS)])
-def test_the_first_round_is_as_long_as_the_time_allows(seconds, steps):
-    assert first_steps(8, seconds, 10, 0.23) == steps
-    if seconds == 600:
-        assert sum(count * (10 + 0.23 * length) for count, length in rounds(8, steps)) == pytest.approx(600, rel=0.02)
+@pytest.mark.parametrize(
+    ("count", "seconds", "plan"),
+    [
+        (8, 600, [(8, 83), (4, 166), (2, 332)]),
+        (8, 2000, [(8, 200), (4, 400), (2, 800)]),  # no more than that
+        (8, 120, [(4, 32), (2, 64)]),
+        (8, 60, [(2, 86)]),
+        (5, 60, [(2, 86)]),
+        (3, 1, [(2, FEWEST_STEPS)]),
+    ],
+)
+def test_the_rounds_take_the_time_that_there_is_and_fewer_enter_where_it_is_short(count, seconds, plan):
+    assert plan_of(count, seconds, 10, 0.23, 200) == plan
+    if seconds in (60, 120, 600):
+        assert sum(each * (10 + 0.23 * steps) for each, steps in plan) == pytest.approx(seconds, rel=0.02)
 
 
 def test_the_better_half_goes_on_and_a_trial_that_failed_does_not():

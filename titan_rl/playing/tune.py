@@ -3,7 +3,8 @@
 Search learning rate, entropy bonus and samples per group for a task of yours. Shows a table and writes the config of
 the best. Successive halving: every candidate trains a little, the better half is trained twice as long, until one is
 left. Each trial trains from the first step on, so that its learning rate falls as it would, and one that fails costs
-only itself. All use one fleet, of which the trainer alone is made anew. They stay in DIRECTORY, for `titan-rl report`.
+only itself. All use one fleet, of which the trainer alone is made anew. They stay in DIRECTORY, for `titan-rl report`,
+and so does the best config after each round: Ctrl-C costs the round that it ends.
 """
 
 from __future__ import annotations
@@ -75,12 +76,15 @@ def rounds(count: int, steps: int) -> Iterator[tuple[int, int]]:
         count, steps = count // 2, 2 * steps
 
 
-def first_steps(count: int, seconds: float, start: float, step: float) -> int:
-    """Steps of a trial of the first round with which all rounds take so many seconds. A trial takes `start` seconds and
+def plan_of(count: int, seconds: float, start: float, step: float, most: int) -> list[tuple[int, int]]:
+    """Rounds of at most so many candidates, two at least, that take about so many seconds: of fewer candidates where
+    the first round would have less than `FEWEST_STEPS`, and of at most `most` then. A trial takes `start` seconds and
     `step` for each of its steps."""
-    runs = sum(each for each, _ in rounds(count, 1))
-    steps = sum(each * times for each, times in rounds(count, 1))
-    return max(FEWEST_STEPS, int((seconds - runs * start) / (steps * step)))
+    trials = sum(each for each, _ in rounds(count, 1))
+    steps = int((seconds - trials * start) / (step * sum(each * times for each, times in rounds(count, 1))))
+    if steps < FEWEST_STEPS and count > 2:
+        return plan_of(max(count // 2, 2), seconds, start, step, most)
+    return list(rounds(count, max(FEWEST_STEPS, min(steps, most))))
 
 
 def better_half(entered: Sequence[Candidate]) -> list[Candidate]:
@@ -93,6 +97,7 @@ class Search:
 
     def __init__(self, config: RunConfig, meshes: Supervisor, directory: Path, console: Console) -> None:
         self._config, self._meshes, self._directory, self._console = config, meshes, directory, console
+        self._untaught = config
         self._trials = 0
 
     async def trial(self, candidate: Candidate, steps: int) -> float:
@@ -133,7 +138,7 @@ class Search:
     async def run(self, seconds: float) -> Candidate | None:
         """The best candidate, found within about so many seconds; None: the first trial failed, or all."""
         print_line, asked = self._console.print, time.monotonic()
-        entered = tried = candidates(self._config)
+        tried = candidates(self._config)
         trainer = self._config.trainer
         if trainer.warmup.steps and not trainer.lora.r and trainer.dtype == "float32":  # else what is saved is rounded
             await self.teach()
@@ -142,8 +147,9 @@ class Search:
         if not step:
             return None
         start = max(time.monotonic() - began - step * FEWEST_STEPS, 1.0)
-        steps = first_steps(len(tried), seconds - (time.monotonic() - asked), start, step)
-        plan = list(rounds(len(tried), min(steps, max(self._config.loop.steps // 4, FEWEST_STEPS))))
+        left = seconds - (time.monotonic() - asked)
+        plan = plan_of(len(tried), left, start, step, self._config.loop.steps // 4)
+        entered = tried = tried[: plan[0][0]]
         planned = sum(count * (start + length * step) for count, length in plan)
         print_line(f"a step takes {step:.2f} s: {len(tried)} trials of {plan[0][1]} steps first")
         print_line(f"all of it takes about {planned / 60:.0f} minutes; trials are in {self._directory}")
@@ -152,10 +158,13 @@ class Search:
                 await self.trial(candidate, length)
                 values = ", ".join(f"{key} {value}" for key, value in _shown(candidate).items())
                 print_line(f"  {length} steps  reward {candidate.scores[-1]:.3f}  {values}")
-            entered = better_half(entered)
-        if (best := entered[0]).scores[-1] == -math.inf:
-            return None
+            best, *_ = entered = better_half(entered)
+            if best.scores[-1] == -math.inf:
+                return None
+            kept = self._directory / "best.toml"  # so far, where the search is stopped
+            kept.write_text(to_toml(variant(self._untaught, best.settings)), encoding="utf-8")
         print_line(result_table(tried, best))
+        print_line(f"titan-rl train --config {kept}")
         return best
 
 
@@ -180,12 +189,7 @@ def _act(command: Command, prog: str) -> int:
         async with bring_up(first, **options) as meshes:
             search = Search(config, meshes, directory, console)
             best = await search.run(60 * minutes - (time.monotonic() - began))
-        if best is None:
-            return EXIT_FAILED, "found nothing: the first trial failed, or all"
-        kept = directory / "best.toml"
-        kept.write_text(to_toml(variant(config, best.settings)), encoding="utf-8")
-        console.print(f"titan-rl train --config {kept}")
-        return EXIT_OK, "is done"
+        return (EXIT_OK, "is done") if best else (EXIT_FAILED, "found nothing: the first trial failed, or all")
 
     return run_until_signal("tune", config, work, console.print)
 
