@@ -203,6 +203,8 @@ class GenerationRequest:
     """How many of the prompt's last tokens belong to the completion: earlier attempts sampled them."""
     session_id: str | None = None
     """Names a conversation; stable over its turns (sticky routing)."""
+    routes_from: int = 0
+    """With `sampling.routes`: the experts of earlier tokens of the prompt are known."""
     stream_from: int = -1
     """Negative: only the completion is asked for. Else its tokens are wanted as they are sampled too, as `Piece`s, and
     this is the first one's position in the whole completion: 0, or what earlier attempts have sampled."""
@@ -237,8 +239,8 @@ class Sampled:
     """[T, layers, k] int16, where that was asked for: the experts that computed the token before each of these, when
     it was sampled; -1: not known. The token's version chose them."""
     prompt_routes: np.ndarray | None = None
-    """[T_prompt - 1, layers, k] int16, likewise of the prompt's tokens but its last, cached ones too; the first token's
-    version chose them."""
+    """[T_prompt - 1 - routes_from, layers, k] int16, likewise of the prompt's tokens but its last, cached ones too; the
+    first token's version chose them."""
 
     def __post_init__(self) -> None:
         _require_arrays(self, SAMPLED_ARRAYS)

@@ -54,6 +54,12 @@ def test_the_experts_of_every_token_are_told_those_of_a_cached_prefix_too(
     assert np.array_equal(told(facts[name]), chosen(models["tied_a"], prompt, facts[name]))
 
 
+def test_those_of_a_prompts_first_tokens_are_not_told_again(facts: Facts) -> None:
+    warm, later = facts["warm"], facts["later"]
+    assert later.prompt_routes.tolist() == warm.prompt_routes[5:].tolist()
+    assert later.routes.tolist() == warm.routes.tolist()
+
+
 def test_who_does_not_ask_is_not_told_and_draws_the_same_tokens(facts: Facts) -> None:
     assert facts["unasked"].routes is facts["unasked"].prompt_routes is None
     assert facts["unasked"].token_ids.tolist() == facts["beside"].token_ids.tolist()

@@ -84,6 +84,7 @@ def life(models: dict[str, str]) -> dict[str, Any]:
     this.pull_next("tied_a").result(timeout=BOUND)
     facts: dict[str, Any] = this.serve(ask("cold", prompt=LONG_PROMPT, new=8, seed=1))
     facts |= this.serve(ask("warm", prompt=(*LONG_PROMPT, 3), new=8, seed=2), ask("beside", new=24, seed=5))
+    facts |= this.serve(dataclasses.replace(ask("later", prompt=(*LONG_PROMPT, 3), new=8, seed=2), routes_from=5))
     facts |= this.serve(make_request("unasked", new=24, seed=5))
     facts["through"] = swapped(this)
     facts["continued"] = continued(this)

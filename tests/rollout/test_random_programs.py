@@ -120,6 +120,7 @@ def assert_trained_once(played: Trajectory, expected: list[tuple[list[int], list
     trained = {}
     tree = pickle.loads(pickle.dumps(played)).tree  # as it comes from the gateway
     for branch in training_samples(0, [(0, 0.0, tree)], rollouts=1):
+        assert branch.routes[:-1].ravel().tolist() == [*range(len(branch.token_ids) - 1)], "each is told by some turn"
         for place in np.flatnonzero(branch.loss_mask):
             logprob = float(branch.logprobs[place])
             assert logprob not in trained

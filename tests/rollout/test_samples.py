@@ -79,18 +79,19 @@ def test_equal_answers_to_one_prompt_are_two_that_were_sampled():
     assert shown(tree) == ["1 2* 3*", "1 2* 3* 4 5*"]
 
 
-def routed(sampled, prompt, *, unknown=()) -> Completion:
+def routed(sampled, prompt, *, unknown=(), told_from=0) -> Completion:
     """The experts of position p are p and p + 10 times the number of the first sampled token; `unknown`: positions."""
     places = np.arange(prompt + len(sampled) - 1)
     routes = np.stack([places, places + 10 * sampled[0]], -1)[:, None].astype(np.int16)
     routes[list(unknown)] = -1
-    return replace(completion(sampled), prompt_routes=routes[: prompt - 1], routes=routes[prompt - 1 :])
+    return replace(completion(sampled), prompt_routes=routes[told_from : prompt - 1], routes=routes[prompt - 1 :])
 
 
-def test_each_token_has_the_experts_of_the_first_turn_that_sampled_a_token_after_it():
-    tree = TokenTree()
-    for prompt, sampled in (([1, 1], [2, 3, 4]), ([1, 1, 2, 3, 4, 5], [6]), ([1, 1, 2, 3, 7], [5])):
-        tree.add(turn_of(prompt, routed(sampled, len(prompt))))
+@pytest.mark.parametrize("told_from", [0, 4])  # the turn before tells the first four
+def test_each_token_has_the_experts_of_the_first_turn_that_sampled_a_token_after_it(told_from):
+    tree = TokenTree([turn_of([1, 1], routed([2, 3, 4], 2))])
+    tree.add(turn_of([1, 1, 2, 3, 4, 5], routed([6], 6, told_from=told_from)))
+    tree.add(turn_of([1, 1, 2, 3, 7], routed([5], 5)))
     first, second = samples_of(tree)
     assert first.routes[:, 0].tolist() == [[p, p + (20 if p < 4 else 60)] for p in range(6)] + [[-1, -1]]
     assert second.routes[:, 0].tolist() == [[p, p + (20 if p < 3 else 50)] for p in range(5)] + [[-1, -1]]

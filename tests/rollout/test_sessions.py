@@ -76,7 +76,7 @@ def test_the_run_decides_how_the_policy_samples_and_the_program_where_it_ends(re
     )
     program.ask([user("1")])
     first, second = program.ask([user("1")], choices=2, wanted=wanted)
-    assert first.sampling == SamplingParams(max_new_tokens=9, temperature=0.7, stop_token_ids=(4,))
+    assert first.sampling == SamplingParams(max_new_tokens=9, temperature=0.7, stop_token_ids=(4,), routes=True)
     one = prompt_digest(renderer.encode("1"))
     assert [each.seed for each in (first, second)] == [
         request_seed(RUN_SEED, Purpose.TRAIN, 7, 2, one, repeat) for repeat in (1, 2)

@@ -50,7 +50,7 @@ def request(**options) -> RolloutRequest:
         group_id=7,
         purpose=Purpose.TRAIN,
         samples=4,
-        sampling=SamplingParams(max_new_tokens=50, temperature=0.7),
+        sampling=SamplingParams(max_new_tokens=50, temperature=0.7, routes=True),
         min_version=VERSION,
         exact_version=VERSION,
     )
@@ -83,11 +83,15 @@ class Program:
         return self.trajectory.ask(f"call{next(self._calls)}", [(prompt, wanted)], choices=choices)
 
     def sampled(self, asked: GenerationRequest, tokens: list[int], *, stopped: bool) -> Completion:
+        prompt = len(asked.prompt_token_ids)
+        routes = np.arange(prompt - 1 + len(tokens), dtype=np.int16)[:, None, None]  # one layer, one expert: its place
         return Completion(
             request_id=asked.request_id,
             token_ids=np.array(tokens, np.int32),
             logprobs=np.array([-next(self._logprobs) for _ in tokens], np.float32),
             versions=np.full(len(tokens), VERSION.encode(), np.int64),
+            prompt_routes=routes[asked.routes_from : prompt - 1],
+            routes=routes[prompt - 1 :],
             finish_reason=FinishReason.STOP if stopped else FinishReason.LENGTH,
         )
 

@@ -66,7 +66,7 @@ class MicroBatch:
     supports: Supports | None
     """What the N trained tokens were drawn from. None: each from the whole vocabulary."""
     routes: Tensor | None = None
-    """[T, layers, k] int64, the experts that computed each token; -1: the trainer's choice. None: all are that."""
+    """[T, layers, k] int16, the experts that computed each token; -1: the trainer's choice. None: all are that."""
     proximal_logprobs: Tensor | None = None
     """[N] float32, under the weights before the batch; None: these are the current ones."""
     values: Tensor | None = None
@@ -108,7 +108,7 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
 
     routes = None
     if shape := next((sample.route_shape for sample in documents if sample.routes is not None), None):
-        routes = np.full((len(tokens), *shape), -1)
+        routes = np.full((len(tokens), *shape), -1, np.int16)
         for start, sample in zip(offsets.tolist(), documents, strict=True):
             routes[start:][: len(sample.token_ids) - 1] = -1 if sample.routes is None else sample.routes[:-1]
     families, prompts = _families(documents, tokens, positions, routes)
@@ -155,7 +155,7 @@ def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool
         advantages=tensor(np.concatenate([sample.advantages[1:] for sample in documents])[mask], np.float32),
         samples=tensor(document_of[mask]),
         versions=tensor(np.concatenate([sample.versions[1:] for sample in documents])[mask]),
-        routes=None if routes is None else tensor(routes[row[2]]),
+        routes=None if routes is None else tensor(routes[row[2]], np.int16),
         supports=supports and supports.select(np.concatenate([sample.loss_mask for sample in documents])),
     )
 

@@ -229,8 +229,8 @@ def _routes(path: Sequence[_Node]) -> np.ndarray | None:
         if node.turn is None:
             continue
         told = node.turn.completion
-        if not node.start and told.prompt_routes is not None:
-            routes[done : start - 1] = told.prompt_routes[done:]
+        if not node.start and told.prompt_routes is not None and done < start - 1:
+            routes[done : start - 1] = told.prompt_routes[done - start + 1 :]  # an earlier turn may tell the first ones
         if told.routes is not None:
             routes[start - 1 : place - 1] = told.routes[node.start :][: len(node.token_ids)]
         done = place - 1

@@ -78,6 +78,8 @@ class Prompt:
     """Of a chat's messages, as `_digests` counts; empty: not computed."""
     rendered_anew: bool = False
     """As `Turn.rendered_anew`, for the first of its choices."""
+    known: int = 0
+    """Of its first tokens the turns before say which experts computed them."""
     token_digests: dict[SamplingParams, str] = field(default_factory=dict)
     """`prompt_digest` by the sampling with which engines can serve it. Rollouts of a group share their first prompt."""
 
@@ -170,16 +172,23 @@ class Trajectory:
         said = (_digest_of_tools(tools), digests[known])
         prior = self._prior.get((*said, *map(_known_as, messages[known - 1 : known])), self._prior.get(said))
         token_ids: np.ndarray | None = None
+        routed = 0
         if prior is not None:
             before, sampled = prior.prompt_token_ids, prior.completion.token_ids
             with suppress(TaskError):  # this chat format would change earlier tokens
                 added = self._renderer.extend(before.tolist(), sampled.tolist(), messages[known:], tools)
                 token_ids = np.concatenate((before, sampled, np.asarray(added, dtype=np.int32)))
+                routed = len(before) + len(sampled) - 1
         rendered_anew = token_ids is None and any(digests[number] in self._prompts for number in answers)
         if token_ids is None:
             token_ids = np.asarray(self._renderer.render(messages, tools), dtype=np.int32)
         return Prompt(
-            token_ids=token_ids, messages=tuple(messages), tools=tools, digest=digests[-1], rendered_anew=rendered_anew
+            token_ids=token_ids,
+            messages=tuple(messages),
+            tools=tools,
+            digest=digests[-1],
+            rendered_anew=rendered_anew,
+            known=routed,
         )
 
     def prompt_of_tokens(self, token_ids: Sequence[int]) -> Prompt:
@@ -227,6 +236,7 @@ class Trajectory:
                     min_version=group.min_version,
                     exact_version=group.exact_version,
                     session_id=self.request.session_id,
+                    routes_from=prompt.known if sampling.routes else 0,
                 )
                 if not (known or number):  # the others differ by id and seed only
                     validate_request(request, max_model_len=self._max_model_len, vocab_size=self._renderer.vocab_size)

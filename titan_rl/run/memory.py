@@ -73,7 +73,8 @@ def trainer_memory(config: TrainerConfig, shape: Architecture) -> dict[str, floa
     head = math.prod(shape.tensor_shapes()[EMBEDDING]) / split
     layer = (parameters(shape) / split - head * (1 if shape.tied else 2)) / shape.layers
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    kept = 10.25 * shape.dim + (4.55 * attention + 4.24 * shape.ffn) / split  # of a token in a layer
+    ffn = shape.ffn * getattr(shape, "chosen", 1)  # as many experts compute a token
+    kept = 10.25 * shape.dim + (4.55 * attention + 4.24 * ffn) / split  # of a token in a layer
     layers = shape.layers
     if config.activation_checkpointing == "full":
         kept, layers = kept + shape.layers * shape.dim, 1

@@ -57,12 +57,12 @@ class RouteTable:
         self._table[slots[: len(ids)].numpy(), layer] = ids.numpy()
 
     def tell(self, running: RunningRequest) -> None:
-        """What the token is sampled after that a request is about to get; with its first one the whole prompt. It is
-        read now, because a new version computes KV anew and may choose others."""
+        """What the token is sampled after that a request is about to get; with its first one the prompt too. It is read
+        now, because a new version computes KV anew and may choose others."""
         request = running.request
         end = len(request.prompt_token_ids) + len(running.tokens)
         whole = not (running.tokens or request.sampled)
-        places = np.arange(0 if whole else end - 1, end)
+        places = np.arange(request.routes_from if whole else end - 1, end)
         blocks = np.array(self._requests[request.request_id].block_ids[0])[places // self._block_size]
         found = self._table[blocks * self._block_size + places % self._block_size]
         running.routes.append(found[-1])

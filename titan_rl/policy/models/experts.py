@@ -33,7 +33,7 @@ class Experts(FeedForward):
         self.experts = ModuleList(one.build() for _ in range(config.router.out_features))
         self.chosen, self.normed = config.chosen, config.normed
         self.routes: Tensor | None = None
-        """[T, chosen] int64, the experts of the next rows; None, or -1 in it: those that the router likes best."""
+        """[T, chosen], the experts of the next rows; None, or -1 in it: those that the router likes best."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [1, T, D]. The shares are the router's own in either case, and it learns by them."""
@@ -41,7 +41,7 @@ class Experts(FeedForward):
         scores = self.router(rows).float().softmax(-1)
         chosen = scores.topk(self.chosen, sorted=False).indices
         if self.routes is not None:
-            chosen = torch.where(self.routes < 0, chosen, self.routes)
+            chosen = torch.where(self.routes < 0, chosen, self.routes.long())
         shares = scores.gather(-1, chosen)
         if self.normed:
             shares = shares / shares.sum(-1, keepdim=True)
