@@ -40,7 +40,7 @@ def functions_of(*path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-def on_one_rank(scenario: str, **arguments: Any) -> Facts:
+def on_one_rank(scenario: str, **arguments: Any) -> Any:
     if current_platform.device_type != "cpu":
         pytest.skip("builds of vLLM for CUDA have no engine for CPUs")
     return run_on_ranks(f"vllm_cuda_scenario:{scenario}", 1, modules=ON_CUDA, **arguments)[0]
@@ -67,14 +67,8 @@ def test_the_batch_of_a_deterministic_engine_does_not_choose_how_logits_are_summ
     tiny_models: dict[str, str], deterministic: bool
 ) -> None:
     """vLLM takes bfloat16 ones as they are where no request has them processed, and a single row in its padding."""
-    rows = run_on_ranks(
-        "vllm_cuda_scenario:rows_of_logprobs",
-        1,
-        deterministic=deterministic,
-        modules=ON_CUDA,
-        model=Path(tiny_models["tied_a"]),
-        fixed=deterministic,
-    )[0]
+    settings = {"deterministic": deterministic, "fixed": deterministic}
+    rows = on_one_rank("rows_of_logprobs", model=Path(tiny_models["tied_a"]), **settings)
     assert len(rows) == 1 if deterministic else len(rows) > 1
 
 
