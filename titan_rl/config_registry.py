@@ -46,67 +46,57 @@ def copy4_2x2() -> RunConfig:
 
 def copy4_async() -> RunConfig:
     """copy4 asynchronously: 3 batches in flight, weights change under running rollouts."""
-    return variant(
-        copy4(),
-        {
-            "router.weight_sync": "hot_swap",
-            # one is served, one is pulled, one is kept by the evaluation that goes on meanwhile
-            "weights.max_live": 3,
-            # at a constant rate, a policy that learns from old samples forgets now and then what it knew
-            "trainer.optimizer.decay_ratio": 0.4,
-            "trainer.optimizer.min_lr_factor": 0.1,
-            "loop.max_staleness": 2,
-            "evaluation.every": 5,
-        },
-    )
+    settings = {
+        "router.weight_sync": "hot_swap",
+        # one is served, one is pulled, one is kept by the evaluation that goes on meanwhile
+        "weights.max_live": 3,
+        # at a constant rate, a policy that learns from old samples forgets now and then what it knew
+        "trainer.optimizer.decay_ratio": 0.4,
+        "trainer.optimizer.min_lr_factor": 0.1,
+        "loop.max_staleness": 2,
+        "evaluation.every": 5,
+    }
+    return variant(copy4(), settings)
 
 
 def copy4_quick() -> RunConfig:
     """The quick start: copy4 as it suits two cores, one generator, one step ahead of the trainer."""
-    return variant(
-        copy4_async(),
-        {
-            "generator.count": 1,
-            # few requests are under way when weights come: it costs less to finish them than to compute their KV again
-            "router.weight_sync": "drain",
-            "loop.max_staleness": 1,
-            "evaluation.every": 20,
-            "evaluation.prompts": 250,
-            "checkpoint.every": 60,
-        },
-    )
+    settings = {
+        "generator.count": 1,
+        # few requests are under way when weights come: it costs less to finish them than to compute their KV again
+        "router.weight_sync": "drain",
+        "loop.max_staleness": 1,
+        "evaluation.every": 20,
+        "evaluation.prompts": 250,
+        "checkpoint.every": 60,
+    }
+    return variant(copy4_async(), settings)
 
 
 def task() -> RunConfig:
     """What `titan-rl train task.py` begins with; the rest is chosen for the task (`run.first_settings`)."""
-    return variant(
-        copy4_quick(),
-        {
-            "rollout.samples_per_group": 16,
-            "trainer.optimizer.lr": 1e-3,
-            "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2, "entropy_bonus": 0.3, "entropy_decay": 0.8},
-            "generator.kv_cache_bytes": 256 << 20,
-            "loop.steps": 500,
-            "loop.groups_per_step": 32,
-            "evaluation.every": 50,
-            "evaluation.prompts": 200,
-            "evaluation.target_exact_match": 0.0,
-        },
-    )
+    settings = {
+        "rollout.samples_per_group": 16,
+        "trainer.loss.kwargs": {"clip_low": 0.2, "clip_high": 0.2, "entropy_bonus": 0.3, "entropy_decay": 0.8},
+        "generator.kv_cache_bytes": 256 << 20,
+        "loop.steps": 500,
+        "evaluation.every": 50,
+        "evaluation.prompts": 200,
+        "evaluation.target_exact_match": 0.0,
+    }
+    return variant(copy4_quick(), settings)
 
 
 def cpu_smoke() -> RunConfig:
     """Three small steps of copy4_2x2: every part of the system once, nothing learned."""
-    return variant(
-        copy4_2x2(),
-        {
-            "loop.steps": 3,
-            "loop.groups_per_step": 4,
-            "evaluation.every": 0,
-            "evaluation.prompts": 32,
-            "evaluation.target_exact_match": 0.0,
-        },
-    )
+    settings = {
+        "loop.steps": 3,
+        "loop.groups_per_step": 4,
+        "evaluation.every": 0,
+        "evaluation.prompts": 32,
+        "evaluation.target_exact_match": 0.0,
+    }
+    return variant(copy4_2x2(), settings)
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
