@@ -53,7 +53,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 
 
 def problems_of(*checks: Callable[[], object]) -> list[ConfigError]:
-    """What the checks raise."""
     problems: list[ConfigError] = []
     for check in checks:
         try:
@@ -64,34 +63,26 @@ def problems_of(*checks: Callable[[], object]) -> list[ConfigError]:
 
 
 def check_run(config: RunConfig, host: HostFacts) -> list[ConfigError]:
-    """All problems of a run of `config` on `host`."""
     logging, serving = config.logging, config.serving
     problems = [] if serving else problems_of(partial(check_environment, config))
     if not problems:  # else nobody knows whether programs play the task
-        setting, gateway = "--port" if serving else "rollout.agents.port", config.gateway_settings()
-        problems = problems_of(
-            partial(_placement, config, host),
-            lambda: _address(setting, gateway.host, gateway.port) if serving or plays(config) else None,
-        )
-    of_training = (
-        partial(_algorithm, config),
-        partial(_parity, config, host),
-        partial(_named, config, "rollout.rollouter", {}, Rollouter),
-        lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
-        lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
-        lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
-    )
-    return [
-        *quick_problems(logging.directory),
-        *problems,
-        *problems_of(
-            partial(_policy, config, host),
-            partial(_generator, config, host),
-            partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
-            partial(_strategy, config),
-            *(() if serving else of_training),
-        ),
+        problems = problems_of(partial(_placement, config, host), partial(_address, config))
+    checks: list[Callable[[], object]] = [
+        partial(_policy, config, host),
+        partial(_generator, config, host),
+        partial(_named, config, "generator.engine", dict.fromkeys(ENGINES)),
+        partial(_strategy, config),
     ]
+    if not serving:
+        checks += [
+            partial(_algorithm, config),
+            partial(_parity, config, host),
+            partial(_named, config, "rollout.rollouter", {}, Rollouter),
+            lambda: _named(config, "loop.filter", FILTERS) if config.loop.filter else None,
+            lambda: _package("logging.wandb_project", "wandb", "wandb") if logging.wandb_project else None,
+            lambda: _package("logging.tensorboard", "tensorboard", "cpu") if logging.tensorboard else None,
+        ]
+    return [*quick_problems(logging.directory), *problems, *problems_of(*checks)]
 
 
 def _placement(config: RunConfig, host: HostFacts) -> None:
@@ -143,13 +134,12 @@ def _policy(config: RunConfig, host: HostFacts) -> None:
 
 
 def _stored_shape(setting: str, directory: Path, own: str = "") -> Architecture:
+    tokenizers = [name for name in _TOKENIZER_FILES if (directory / name).is_file()]
     parts = {
         f"there is no directory {directory}": directory.is_dir(),
         f"{directory} has no config.json": (directory / "config.json").is_file(),
         f"{directory} has no weights (*.safetensors)": any(directory.glob("*.safetensors")),
-        f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)})": any(
-            (directory / name).is_file() for name in _TOKENIZER_FILES
-        ),
+        f"{directory} has no tokenizer ({', '.join(_TOKENIZER_FILES)})": tokenizers,
     }
     if missing := next((said for said, there in parts.items() if not there), ""):
         raise AbsentError(f"{setting}: {missing}")
@@ -252,20 +242,23 @@ def _package(setting: str, name: str, extra: str) -> None:
         raise AbsentError(f"{setting} is set, and the package {name} is not installed: {remedy}")
 
 
-def _address(setting: str, host: str, port: int) -> None:
-    """Whether a server can listen there. Only trying tells."""
-    try:
-        listen(host, port).close()
-    except ConfigError as error:
-        raise AbsentError(f"{setting} {port}: {error}") from error
+def _address(config: RunConfig) -> None:
+    """Whether the gateway, if there is one, can listen at its address. Only trying tells."""
+    if config.serving or plays(config):
+        setting, gateway = "--port" if config.serving else "rollout.agents.port", config.gateway_settings()
+        try:
+            listen(gateway.host, gateway.port).close()
+        except ConfigError as error:
+            raise AbsentError(f"{setting} {gateway.port}: {error}") from error
 
 
-def check_environment(config: RunConfig) -> None:
-    """The class of the task and the names and types of its arguments; `task_check` constructs it, in a process of its
-    own. Raises ConfigError."""
-    task = _named(config, "environment.name", SHORT_NAMES, Environment)
+def check_environment(config: RunConfig) -> type[Environment]:
+    """Returns the class of the task; `task_check` constructs it, in a process of its own. Raises ConfigError: there is
+    no such class, or it takes no arguments of these names and types."""
+    task: type[Environment] = _named(config, "environment.name", SHORT_NAMES, Environment)
     seed = {"seed": config.seed} if "seed" in inspect.signature(task).parameters else {}
     _check_arguments("environment.kwargs", task, seed | config.environment.kwargs)
+    return task
 
 
 def _check_arguments(
