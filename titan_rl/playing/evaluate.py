@@ -18,8 +18,6 @@ results.jsonl.
 exit codes: 0 evaluated; 1 failed; 2 wrong task, policy or settings
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence
@@ -27,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import numpy as np
 from rich.console import Console
@@ -40,10 +38,8 @@ from titan_rl.overrides import Command, Verb
 from titan_rl.playing.policies import first_run, number_of, read_task, run_until_signal, weights_player
 from titan_rl.run.checks import check_environment
 from titan_rl.run.players import Player
-from titan_rl.types import GroupRequest, Purpose
-
-if TYPE_CHECKING:
-    from titan_rl.supervision.run_end import Options
+from titan_rl.supervision.run_end import Options
+from titan_rl.types import Purpose
 
 RESULTS = "results.jsonl"
 SAMPLES = 4
@@ -142,7 +138,7 @@ def estimate(values: Values) -> Estimate:
     return share(int(sum(numbers)), len(numbers)) if {*numbers} <= {0.0, 1.0} else mean(numbers)
 
 
-async def play(player: Player, scores: Scores, *, samples: int, temperature: float | None, results: TextIO) -> None:
+async def play(player: Player, scores: Scores, *, samples: int, temperature: float, results: TextIO) -> None:
     """Play all held-out prompts, greedily and `samples` times. Every rollout is a line of `results`, as a run records
     it, with policy and temperature. Raises TaskError: there are no prompts, or no rollout was graded; TitanError: a
     policy could not answer."""
@@ -150,21 +146,19 @@ async def play(player: Player, scores: Scores, *, samples: int, temperature: flo
         raise TaskError(f"the environment {player.config.environment.name} gave no held-out prompts to evaluate on")
     free = asyncio.Semaphore(AT_ONCE)
 
-    async def one(request: GroupRequest) -> None:
+    async def one(prompt: int, samples: int, temperature: float) -> None:
         async with free:
-            rollouts = await player.play(request)
+            rollouts = await player.play(prompt, Purpose.EVALUATE, samples=samples, temperature=temperature)
         for rollout in rollouts:
-            scores.add(rollout, greedy=request.sampling.temperature == 0)
-            about = {"policy": scores.name, "temperature": request.sampling.temperature}
-            results.write(to_line(rollout, **about).decode())
+            scores.add(rollout, greedy=temperature == 0)
+            results.write(to_line(rollout, policy=scores.name, temperature=temperature).decode())
 
     try:
         async with asyncio.TaskGroup() as tasks:
             for prompt in range(player.info.held_out):
-                tasks.create_task(one(player.request(prompt, Purpose.EVALUATE, temperature=0.0)))
+                tasks.create_task(one(prompt, 1, 0.0))
                 if samples:
-                    sampled = player.request(prompt, Purpose.EVALUATE, samples=samples, temperature=temperature)
-                    tasks.create_task(one(sampled))
+                    tasks.create_task(one(prompt, samples, temperature))
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from failures
     if not (scores.greedy or scores.sampled):
@@ -205,8 +199,7 @@ def _act(command: Command, prog: str) -> int:
     if twice := {policy for policy in policies if policies.count(policy) > 1}:
         raise ConfigError(f"{', '.join(sorted(twice))} twice")
     remedy = "name the task: --task file.py:Class or a bundled one, or --recipe NAME"
-    task = read_task(command, first_run(policies), remedy=remedy)
-    config = task.config
+    config = read_task(command, first_run(policies), remedy=remedy)
     samples = number_of(command, "--samples", SAMPLES, least=0)
     temperature = config.rollout.sampling.temperature
     check_environment(config)
@@ -217,7 +210,7 @@ def _act(command: Command, prog: str) -> int:
         all_scores = [Scores(name) for name in names_of(policies)]
         with open(directory / RESULTS, "w", encoding="utf-8", buffering=1) as results:
             for policy, scores in zip(policies, all_scores, strict=True):
-                async with weights_player(task, policy, options) as player:
+                async with weights_player(command, config, policy, options) as player:
                     prompts = counted(player.info.held_out, "held-out prompt")
                     print_line(f"{scores.name}: {prompts}, greedy and {samples} times sampled")
                     await play(player, scores, samples=samples, temperature=temperature, results=results)

@@ -1,13 +1,10 @@
 """Which task `try` and `eval` play, and policies that are weights, behind router and generators."""
 
-from __future__ import annotations
-
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
 from titan_rl import serve, train
 from titan_rl.config import PlacementConfig, RunConfig, ServeConfig
@@ -24,11 +21,9 @@ from titan_rl.rollout.group_runner import GroupRunner
 from titan_rl.run.checks import check_run
 from titan_rl.run.players import Player
 from titan_rl.run.runs import find
+from titan_rl.run.start import Serving, bring_up
+from titan_rl.supervision.run_end import Options
 from titan_rl.types import Completion, GenerationRequest
-
-if TYPE_CHECKING:
-    from titan_rl.run.start import Serving
-    from titan_rl.supervision.run_end import Options
 
 BARE = "titan_rl.playing.policies:bare_recipe"
 LONGEST_TURN = 512
@@ -40,17 +35,9 @@ def bare_recipe() -> RunConfig:
     return replace(serve.checkpoint(), rollout=RolloutConfig(sampling=SamplingConfig(max_new_tokens=LONGEST_TURN)))
 
 
-class Task(NamedTuple):
-    """What is played on this host, with which settings."""
-
-    config: RunConfig
-    given: frozenset[str] = frozenset()
-    """Settings that the user named."""
-
-
-def read_task(command: Command, run: Path | None, *, remedy: str) -> Task:
-    """The task of the recipe, else of the run, else the one that is named alone; with the command's settings laid over.
-    `remedy`: what to do where none of them is named. Raises ConfigError: see `train.resolve`."""
+def read_task(command: Command, run: Path | None, *, remedy: str) -> RunConfig:
+    """The task of the recipe, else of the run, else the one that is named alone, for this host; with the command's
+    settings laid over. `remedy`: what to do where none of them is named. Raises ConfigError: see `train.resolve`."""
     if not command.recipe and run is not None:
         command.lay_over(train.settings_of(run))
     elif not command.recipe:
@@ -58,8 +45,7 @@ def read_task(command: Command, run: Path | None, *, remedy: str) -> Task:
             raise ConfigError(remedy)
         command.recipe = BARE
     config = train.resolve(command)
-    here = PlacementConfig(device=config.placement.device, threads=config.placement.threads)
-    return Task(replace(config, placement=here), frozenset(command.given))
+    return replace(config, placement=PlacementConfig(device=config.placement.device, threads=config.placement.threads))
 
 
 def run_of(path: Path) -> Path | None:
@@ -90,15 +76,15 @@ def number_of(command: Command, option: str, default: int, *, least: int = 1) ->
 
 
 @asynccontextmanager
-async def weights_player(task: Task, weights: str, options: Options) -> AsyncIterator[Player]:
+async def weights_player(command: Command, config: RunConfig, weights: str, options: Options) -> AsyncIterator[Player]:
     """The task, played by weights (a Hugging Face directory, a run or one of its checkpoints) through router and
     generators of its own. Raises ConfigError, TitanError: there are no such weights, or a part did not start."""
     from titan_rl.actors.gateway import RolloutGatewayClient
-    from titan_rl.run.start import bring_up
 
-    with hf_directory(weights, options["say"]) as directory:
-        config = replace(task.config, policy=PolicyConfig(path=str(directory)))
-        if "generator.max_model_len" not in task.given:
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = hf_directory(weights, Path(scratch), options["say"])
+        config = replace(config, policy=PolicyConfig(path=str(directory)))
+        if "generator.max_model_len" not in command.given:
             config = serve.with_checkpoint_length(config)
         config = ServeConfig.of(config, GatewayConfig(port=0, rollout_keys=True))
         problems = check_run(config, detect_host())
@@ -128,22 +114,19 @@ def run_until_signal(verb: str, config: RunConfig, work: Serving, print_line: Ca
     return run_serving(verb, replace(config, logging=replace(config.logging, name="")), work, print_line)
 
 
-@contextmanager
-def hf_directory(name: str, print_line: Callable[[str], None]) -> Iterator[Path]:
+def hf_directory(name: str, scratch: Path, print_line: Callable[[str], None]) -> Path:
     """A Hugging Face directory with the weights that somebody named: such a directory, a run (its newest sound
-    checkpoint, or its final weights where it keeps no checkpoints), or one of its checkpoints. `print_line`: called
-    with a sentence for each damaged checkpoint that is passed over. Raises ConfigError: there are no weights."""
+    checkpoint, or its final weights where it keeps no checkpoints), or one of its checkpoints, which is exported into
+    the directory `scratch`. `print_line`: called with a sentence for each damaged checkpoint that is passed over.
+    Raises ConfigError: there are no weights."""
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
-        yield path
-        return
+        return path
     resume = find(path)
     if (checkpoint := resume.checkpoint(print_line)) is None:
         if not (final := resume.run / "checkpoint").is_dir():
             raise ConfigError(f"{resume.run} has no weights yet")
-        yield final
-        return
-    with tempfile.TemporaryDirectory() as directory:
-        exported = Path(directory) / checkpoint.directory.name
-        export_weights(checkpoint, train.config_of_run(resume.run), exported)
-        yield exported
+        return final
+    exported = scratch / checkpoint.directory.name
+    export_weights(checkpoint, train.config_of_run(resume.run), exported)
+    return exported

@@ -9,8 +9,6 @@ directory.
 exit codes: 0 played; 1 a rollout failed, or nothing could be played; 2 wrong task or settings
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import sys
@@ -20,17 +18,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-from titan_rl.environments import SHORT_NAMES
+from titan_rl.config import RunConfig
 from titan_rl.environments.base import Demonstration, Environment, task_settings
 from titan_rl.errors import ActorGone, ConfigError, GeneratorFailed, RequestError, TaskError, TitanError
-from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
 from titan_rl.one_line import counted
@@ -39,23 +36,14 @@ from titan_rl.playing.policies import first_run, number_of, read_task, run_of, r
 from titan_rl.rollout.report import plain_message
 from titan_rl.rollout.trajectory import extends
 from titan_rl.run.checks import check_environment
-from titan_rl.run.players import Player, message_player
-from titan_rl.types import FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
+from titan_rl.run.players import Player, PolicyTurn, message_player
+from titan_rl.supervision.run_end import Options
+from titan_rl.types import FinishReason, Message, Purpose, ToolCall, ToolSpec
 from titan_rl.view.conversation import draw_conversations, draw_end, draw_messages
-
-if TYPE_CHECKING:
-    from titan_rl.supervision.run_end import Options
 
 TYPED, DEMONSTRATIONS = "typed", "demonstrations"
 SHOWN_PROMPTS = 3
 HOW_TO_TYPE = "type the policy's turns; a line that ends in \\ goes on; /TOOL {JSON} calls a tool; Ctrl-D ends"
-
-
-async def _next_turn(turns: list[Message], *_: object) -> tuple[Message, FinishReason]:
-    """Of a demonstration. Raises RequestError: the task wants another turn."""
-    if not turns:
-        raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
-    return turns.pop(0), FinishReason.STOP
 
 
 class Person:
@@ -74,9 +62,7 @@ class Person:
         """Messages of the conversation that were shown."""
         self._conversation: list[Message] = []
 
-    async def next_message(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
-    ) -> tuple[Message, FinishReason]:
+    async def next_message(self, messages: Sequence[Message], tools: Sequence[ToolSpec], _: object) -> PolicyTurn:
         """Raises TitanError: there is no further line."""
         async with self._one_at_a_time:  # what is shown last is what is answered
             if self.shown and not extends(messages, self._conversation[: self.shown]):
@@ -105,7 +91,8 @@ class Person:
         """What is typed. It is read in a thread of its own, so that Ctrl-C and a program's time limit still work. What
         a turn did not wait for is the next turn's."""
         if self._typed is None:
-            self._typed = self._read()
+            self._typed = asyncio.get_running_loop().create_future()
+            threading.Thread(target=self._read, args=(self._typed,), name="terminal", daemon=True).start()
         text = await asyncio.shield(self._typed)
         self._typed = None
         if text is None:
@@ -114,25 +101,18 @@ class Person:
             raise TitanError("the input is over")
         return text
 
-    def _read(self) -> asyncio.Future[str | None]:
-        """The next line; None: there is none."""
-        loop = asyncio.get_running_loop()
-        typed: asyncio.Future[str | None] = loop.create_future()
-
-        def read() -> None:
-            try:
-                lines = [input("assistant> " * self._echoes)]
-                while lines[-1].endswith("\\"):
-                    lines[-1] = lines[-1][:-1]
-                    lines.append(input("         > " * self._echoes))
-                text: str | None = "\n".join(lines)
-            except (EOFError, OSError, ValueError):
-                text = None
-            with suppress(RuntimeError):  # the loop was closed meanwhile
-                loop.call_soon_threadsafe(typed.set_result, text)
-
-        threading.Thread(target=read, name="terminal", daemon=True).start()
-        return typed
+    def _read(self, typed: asyncio.Future[str | None]) -> None:
+        """In that thread: the next line; None: there is none."""
+        try:
+            lines = [input("assistant> " * self._echoes)]
+            while lines[-1].endswith("\\"):
+                lines[-1] = lines[-1][:-1]
+                lines.append(input("         > " * self._echoes))
+            text: str | None = "\n".join(lines)
+        except (EOFError, OSError, ValueError):
+            text = None
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            typed.get_loop().call_soon_threadsafe(typed.set_result, text)
 
 
 @dataclass(slots=True)
@@ -146,52 +126,62 @@ class Trial:
     rewards: list[float] = field(default_factory=list)
     failed: int = 0
 
-    async def demonstrations(self, player: Player, turns: list[Message]) -> int:
-        """The policy's `turns` are those of each demonstration."""
-        self._begin(player, "its own demonstrations")
-        for number in range(self.prompts):
-            call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
-            shown: Demonstration = await player.runner.pool.call(call)
-            turns[:] = [message for message in shown.messages if message.role == "assistant"]
-            self._title(number, "demonstration")
-            if shown.answer is not None:
-                self._show(await player.play(player.request(number, Purpose.DEMONSTRATE)))
-            else:
-                self.console.print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
-                self.console.print("not graded: Demonstration.answer is not set", style="dim")
-        return self._sum_up()
+    async def demonstrations(self, config: RunConfig) -> int:
+        turns: list[Message] = []  # of the policy, in the demonstration that is played
 
-    async def typed(self, player: Player, policy: Person) -> int:
-        self._begin(player, HOW_TO_TYPE)
-        for index in self._indices(player):
-            self._title(index)
-            policy.begin()
-            try:
-                rollouts = await player.play(player.request(index, self.purpose))
-            except TitanError:
-                if policy.ended:
+        async def next_turn(*_: object) -> PolicyTurn:
+            if not turns:
+                raise RequestError("the task goes on where the demonstration has ended: it has no further turn")
+            return turns.pop(0), FinishReason.STOP
+
+        async with message_player(config, next_turn) as player:
+            self._begin(player, "its own demonstrations")
+            for number in range(self.prompts):
+                call = UserCall(CallKind.DEMONSTRATE, Purpose.DEMONSTRATE, number)
+                shown: Demonstration = await player.runner.pool.call(call)
+                turns[:] = [message for message in shown.messages if message.role == "assistant"]
+                self._title(number, "demonstration")
+                if shown.answer is not None:
+                    self._show(await player.play(number, Purpose.DEMONSTRATE))
+                else:
+                    self.console.print(draw_messages([*map(plain_message, (*shown.prompt, *shown.messages))]))
+                    self.console.print("not graded: Demonstration.answer is not set", style="dim")
+            return self._sum_up()
+
+    async def typed(self, config: RunConfig) -> int:
+        person = Person(self.console)
+        patient = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
+        async with message_player(patient, person.next_message) as player:
+            self._begin(player, HOW_TO_TYPE)
+            for index in self._indices(player):
+                self._title(index)
+                person.begin()
+                try:
+                    rollouts = await player.play(index, self.purpose)
+                except TitanError:
+                    if person.ended:
+                        break
+                    raise
+                alone = [msgspec.structs.replace(each, side_conversations=[]) for each in rollouts]
+                self._show(alone, seen=person.shown)
+                if person.ended:
                     break
-                raise
-            self._show([msgspec.structs.replace(each, side_conversations=[]) for each in rollouts], seen=policy.shown)
-            if policy.ended:
-                break
-        return self._sum_up()
+            return self._sum_up()
 
     async def policy(self, player: Player, name: str) -> int:
         self._begin(player, name)
         for index in self._indices(player):
-            rollouts = await player.play(player.request(index, self.purpose, samples=self.samples))
+            rollouts = await player.play(index, self.purpose, samples=self.samples)
             self._title(index)
             self._show(rollouts)
         return self._sum_up()
 
     def _begin(self, player: Player, policy: str) -> None:
         info, name = player.info, player.config.environment.name
-        turns = (
-            "played by a program" if info.plays else "several turns" if info.multi_turn or info.tools else "one turn"
-        )
+        turns = "several turns" if info.multi_turn or info.tools else "one turn"
+        how = "played by a program" if info.plays else turns
         size = "endless" if info.size is None else info.size
-        self.console.print(f"task {name}: {turns}, {size} training prompts")
+        self.console.print(f"task {name}: {how}, {size} training prompts")
         if info.tools:
             self.console.print("tools:")
         for tool in info.tools:
@@ -264,38 +254,24 @@ def _act(command: Command, prog: str) -> int:
     prompts, samples = number_of(command, "--prompts", SHOWN_PROMPTS), number_of(command, "--samples", 1)
     held_out = "--held-out" in command.flags
     remedy = "name a task: file.py:Class, a bundled one (`titan-rl recipes`), or a run directory"
-    task = read_task(command, run, remedy=remedy)
-    config = task.config
+    config = read_task(command, run, remedy=remedy)
     config = replace(config, evaluation=replace(config.evaluation, prompts=prompts if held_out else 1))
-    task = task._replace(config=config)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     trial = Trial(console, prompts, samples, Purpose.EVALUATE if held_out else Purpose.TRAIN)
-    check_environment(config)
-    played = import_name(config.environment.name, SHORT_NAMES)
-    demonstrates = played.demonstration is not Environment.demonstration
+    demonstrates = check_environment(config).demonstration is not Environment.demonstration
     policy = policy or (DEMONSTRATIONS if demonstrates else TYPED)
     if policy == DEMONSTRATIONS and not demonstrates:
         raise ConfigError(f"{config.environment.name} has no method `demonstration`; --policy {TYPED} asks you")
     if policy not in (DEMONSTRATIONS, TYPED):
 
         async def work(directory: Path, options: Options) -> tuple[int, str]:
-            async with weights_player(task, policy, options) as player:
+            async with weights_player(command, config, policy, options) as player:
                 return await trial.policy(player, policy), "is over"
 
         return run_until_signal("try", config, work, partial(console.print, style="dim"))
 
-    async def play() -> int:
-        if policy == TYPED:
-            person = Person(console)
-            patient = replace(config, rollout=replace(config.rollout, seconds=0.0))  # people are slow
-            async with message_player(patient, person.next_message) as player:
-                return await trial.typed(player, person)
-        turns: list[Message] = []
-        async with message_player(config, partial(_next_turn, turns)) as player:
-            return await trial.demonstrations(player, turns)
-
     try:
-        return asyncio.run(play())
+        return asyncio.run(trial.typed(config) if policy == TYPED else trial.demonstrations(config))
     except (TaskError, GeneratorFailed, ActorGone) as error:
         print_error(prog, error)
         return EXIT_FAILED

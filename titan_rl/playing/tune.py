@@ -25,12 +25,13 @@ from titan_rl.errors import RollbackNeeded, TaskError
 from titan_rl.overrides import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Command, Verb, flat, to_toml, variant
 from titan_rl.playing.policies import number_of, run_until_signal
 from titan_rl.policy.config import PolicyConfig
+from titan_rl.run.start import bring_up
+from titan_rl.supervision.run_end import Options
 from titan_rl.train import for_task, may_start, problems
 from titan_rl.view.learning import LR, times
 from titan_rl.view.read import read_run
 
 if TYPE_CHECKING:
-    from titan_rl.supervision.run_end import Options
     from titan_rl.supervision.supervisor import Supervisor
 
 BONUS, SAMPLES = "trainer.loss.kwargs.entropy_bonus", "rollout.samples_per_group"
@@ -181,8 +182,6 @@ def _act(command: Command, prog: str) -> int:
     console = Console(highlight=False, soft_wrap=True)
 
     async def work(directory: Path, options: Options) -> tuple[int, str]:
-        from titan_rl.run.start import bring_up
-
         began = time.monotonic()
         first = trial_config(config, candidates(config)[0], FEWEST_STEPS)
         options = {**options, "on_mesh": lambda mesh, doing: None, "say": logging.getLogger(__name__).info}

@@ -25,9 +25,9 @@ from titan_rl.errors import TaskError
 from titan_rl.importing import import_name
 from titan_rl.isolation.wire import CallKind, TaskCheck, TaskInfo, UserCall
 from titan_rl.metrics.rollout_record import RolloutRecord
-from titan_rl.run.players import Player, message_player
+from titan_rl.run.players import Player, PolicyTurn, message_player
 from titan_rl.seeding import derive_seed
-from titan_rl.types import FailureKind, FinishReason, GenerationRequest, Message, Purpose, ToolCall, ToolSpec
+from titan_rl.types import FailureKind, FinishReason, GenerationRequest, Message, Purpose, ToolCall
 
 LOOKED_AT = 2_000
 """Training prompts whose texts are read."""
@@ -109,14 +109,11 @@ class _Speaker:
     longest: int
     turns: list[Message] | None = None
 
-    async def next_message(
-        self, messages: Sequence[Message], tools: Sequence[ToolSpec], request: GenerationRequest
-    ) -> tuple[Message, FinishReason]:
+    async def next_message(self, messages: Sequence[Message], _: object, request: GenerationRequest) -> PolicyTurn:
         if self.turns is not None:
             said = sum(message.role == "assistant" for message in messages)
-            if said >= len(self.turns):
-                return Message("assistant", ""), FinishReason.STOP
-            return self.turns[said], FinishReason.STOP
+            turn = self.turns[said] if said < len(self.turns) else Message("assistant", "")
+            return turn, FinishReason.STOP
         chance = random.Random(derive_seed("survey", request.seed))
         choices = (*self.symbols, "")  # the last one ends it
         text = "".join(itertools.takewhile(bool, (chance.choice(choices) for _ in range(self.longest))))
@@ -131,8 +128,7 @@ async def survey(config: RunConfig) -> Survey:
     config = replace(config, rollout=replace(config.rollout, seconds=longest))
     async with message_player(config, speaker.next_message) as player:
         found = Survey(info=player.info)
-        call = UserCall(CallKind.CHECK, Purpose.TRAIN, LOOKED_AT)
-        check: TaskCheck = await player.runner.pool.call(call)
+        check: TaskCheck = await player.runner.pool.call(UserCall(CallKind.CHECK, Purpose.TRAIN, LOOKED_AT))
         for prompt in (*check.training, *check.held_out):
             found.prompt = max(found.prompt, sum(len(message.content) for message in prompt))
             found.texts.update(*(message.content for message in prompt))
@@ -146,10 +142,7 @@ async def survey(config: RunConfig) -> Survey:
         until = time.monotonic() + LONGEST_SECONDS
         await _any_calls(player, speaker, found, until)
         speaker.turns = None
-        played: list[list[RolloutRecord]] = []
-        for index in range(GROUPS):
-            if time.monotonic() < until:
-                played.append(await player.play(_asked(player, index, SAMPLES)))
+        played = [await _play(player, index, SAMPLES) for index in range(GROUPS) if time.monotonic() < until]
         rollouts = [each for group in played for each in group]
         _read(found, rollouts)
         ungraded = [each.error for each in rollouts if each.failure is FailureKind.GRADER]
@@ -182,7 +175,7 @@ async def _demonstrations(player: Player, speaker: _Speaker, found: Survey) -> N
             found.longest_call = max(found.longest_call, *map(len, arguments), 0)
             found.answer = max(found.answer, len(turn.content))
         if shown.answer is not None:
-            _read(found, await player.play(replace(_asked(player, number, 1), purpose=Purpose.DEMONSTRATE)))
+            _read(found, await _play(player, number, 1, Purpose.DEMONSTRATE))
 
 
 async def _right_answers(player: Player, speaker: _Speaker, found: Survey, answers: Sequence[str]) -> float:
@@ -193,7 +186,7 @@ async def _right_answers(player: Player, speaker: _Speaker, found: Survey, answe
     for index, answer in enumerate(answers[:SHOWN]):
         if answer:
             speaker.turns = [Message("assistant", answer)]
-            rollouts = await player.play(_asked(player, index, 1))
+            rollouts = await _play(player, index)
             rewards += [each.reward for each in rollouts if not each.error]
             _read(found, rollouts)
     if rewards and fmean(rewards) > 0:
@@ -216,12 +209,12 @@ async def _any_calls(player: Player, speaker: _Speaker, found: Survey, until: fl
         if time.monotonic() < until:
             arguments = {name: value(about) for name, about in tool.parameters.get("properties", {}).items()}
             speaker.turns = [Message("assistant", "", (ToolCall(tool.name, arguments),))]
-            _read(found, await player.play(_asked(player, index, 1)))
+            _read(found, await _play(player, index))
 
 
-def _asked(player: Player, index: int, samples: int) -> Any:
+async def _play(player: Player, index: int, samples: int = 1, purpose: Purpose = Purpose.TRAIN) -> list[RolloutRecord]:
     size = player.info.size
-    return player.request(index % size if size else index, Purpose.TRAIN, samples=samples)
+    return await player.play(index % size if size else index, purpose, samples=samples)
 
 
 def _read(found: Survey, rollouts: Iterable[RolloutRecord]) -> None:

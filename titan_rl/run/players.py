@@ -25,12 +25,12 @@ from titan_rl.rollout.rollouter import Generate
 from titan_rl.rollout.samples import not_sampled
 from titan_rl.scheduling.group import MAX_ATTEMPTS
 from titan_rl.supervision.placement import plays
-from titan_rl.types import Completion, FinishReason, GenerationRequest, GroupRequest, Message, Piece, Purpose, ToolSpec
+from titan_rl.types import Completion, FinishReason, GenerationRequest, Message, Piece, Purpose, ToolSpec
 
-NextMessage = Callable[
-    [Sequence[Message], Sequence[ToolSpec], GenerationRequest], Awaitable[tuple[Message, FinishReason]]
-]
-"""Called with a conversation, the tools and the request: the policy's next message, and why it ended."""
+PolicyTurn = tuple[Message, FinishReason]
+"""What a policy says next, and why that ended."""
+NextMessage = Callable[[Sequence[Message], Sequence[ToolSpec], GenerationRequest], Awaitable[PolicyTurn]]
+"""Called with a conversation, the tools and the request."""
 
 
 class MessagePolicy:
@@ -63,13 +63,11 @@ class Player:
     info: TaskInfo
     generate: Generate
 
-    def request(
+    async def play(
         self, index: int, purpose: Purpose, *, samples: int = 1, temperature: float | None = None
-    ) -> GroupRequest:
-        return group_request(self.config, purpose, index, samples=samples, temperature=temperature)
-
-    async def play(self, request: GroupRequest) -> list[RolloutRecord]:
+    ) -> list[RolloutRecord]:
         """The rollouts of a group. One whose engines died under it is played again, as in a run."""
+        request = group_request(self.config, purpose, index, samples=samples, temperature=temperature)
         while True:
             try:
                 result = await self.runner.play(request, self.generate)
