@@ -90,13 +90,11 @@ def examine(host: HostFacts) -> Iterator[tuple[str, str | ConfigError]]:
     count = len(host.cuda_devices)
     yield "devices", counted(count, "CUDA device") if count else "no CUDA device; runs compute on the CPU"
     if not count and any(Path("/dev").glob("nvidia[0-9]*")):
-        yield (
-            "devices",
-            ConfigWarning(
-                "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
-                f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says"
-            ),
+        unusable = (
+            "there are NVIDIA devices that cannot be used: nvidia-smi does not answer, or CUDA_VISIBLE_DEVICES "
+            f"({os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}) hides them; look what `nvidia-smi` says"
         )
+        yield "devices", ConfigWarning(unusable)
     for sentence in (*cuda.lacking(host), *cuda.slowing()) if count else ():
         yield "devices", ConfigWarning(sentence)
 

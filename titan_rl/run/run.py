@@ -77,8 +77,7 @@ def run(config: RunConfig, resume: Resume | None = None, *, replay_until: int = 
 
     checkpoint = None if resume is None else resume.checkpoint(say, read_ledger)
     stopping = "saving the newest weights, then closing; once more: closing without saving"
-    where = None if resume is None else resume.run
-    code, how, directory = conduct(config, work, say=say, stopping=stopping, directory=where)
+    code, how, directory = conduct(config, work, say=say, stopping=stopping, directory=resume.run if resume else None)
     if replay_until:
         say(f"the replay {how}")
         return code

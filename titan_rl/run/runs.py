@@ -200,15 +200,8 @@ def summarize(run: Path) -> ListedRun:
         steps = tomli.loads((run / CONFIG).read_text(encoding="utf-8"))["loop"]["steps"]
     except (OSError, ValueError, KeyError, TypeError):
         steps = None
-    return ListedRun(
-        directory=run,
-        state=state,
-        how=str(ending.get("how", "")),
-        step=step,
-        steps=steps,
-        score=score,
-        started=datetime.fromtimestamp((run / CONFIG).stat().st_mtime),
-    )
+    how, started = str(ending.get("how", "")), datetime.fromtimestamp((run / CONFIG).stat().st_mtime)
+    return ListedRun(directory=run, state=state, how=how, step=step, steps=steps, score=score, started=started)
 
 
 def _act(command: Command, prog: str) -> int:

@@ -71,9 +71,8 @@ async def bring_up(config: RunConfig, **options: Unpack[Options]) -> AsyncIterat
 
     async def publish_and_serve() -> None:
         publishing = asyncio.to_thread(_publish, config, meshes.table.model_path)
-        publication, _ = await asyncio.gather(
-            publishing, meshes.set_up(*(name for name in meshes.meshes if name != "gateway"))
-        )
+        others = (name for name in meshes.meshes if name != "gateway")
+        publication, _ = await asyncio.gather(publishing, meshes.set_up(*others))
         await meshes.router.pull_model_state_dict(publication)
         await meshes.set_up("gateway")
 

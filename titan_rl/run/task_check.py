@@ -45,10 +45,9 @@ def check_task(config: RunConfig) -> list[ConfigError]:
     name = config.environment.name
     try:
         warning = asyncio.run(_try(config))
+        return [ConfigWarning(warning)] if warning else []
     except (ConfigError, TaskError, ActorGone) as raised:
         error = raised
-    else:
-        return [ConfigWarning(warning)] if warning else []
     sentence = str(error) if isinstance(error, ConfigError) or name in str(error) else f"environment {name}: {error}"
     for withheld in os.environ.keys() - passed_on(os.environ, config.environment.variables).keys():
         if len(withheld) > 2 and re.search(rf"\b{re.escape(withheld)}\b", sentence):

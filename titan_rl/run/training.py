@@ -92,14 +92,11 @@ class Training:
 
     async def run(self, run_end: RunEnd) -> TrainingLoop:
         """Train to the end and save; returns the loop that came there. Raises as `train_and_save`."""
+        display, logs = self._display, self._directory / "logs"
         try:
-            with self._display:
+            with display:
                 async with bring_up(
-                    self._config,
-                    log_directory=self._directory / "logs",
-                    run_end=run_end,
-                    on_mesh=self._display.mesh,
-                    say=self._display.print_line,
+                    self._config, log_directory=logs, run_end=run_end, on_mesh=display.mesh, say=display.print_line
                 ) as meshes:
                     return await self._until_done(meshes)
         finally:
@@ -110,8 +107,7 @@ class Training:
         RollbackNeeded: what the trial had is lost, and it may be made again; else what ends the meshes."""
         meshes.start_over(self._config)
         system = meshes.system()
-        recorder = self._make_recorder(system)
-        loop = self._make_loop(system, recorder)
+        loop, recorder = self._make_loop(system)
 
         async def failure() -> str:  # which is none of the meshes, so that they announce nothing
             try:
@@ -136,8 +132,7 @@ class Training:
         in_vain = 0
         while True:
             began = self._ledger.buffer.trainer_version.step
-            recorder = self._make_recorder(system)
-            loop = self._make_loop(system, recorder)
+            loop, recorder = self._make_loop(system)
             advice = asyncio.create_task(self._advise())
             try:
                 await train_and_save(loop, meshes, self._saves(loop, system), say)
@@ -201,32 +196,30 @@ class Training:
             warn=self._display.print_line,
         )
 
-    def _make_recorder(self, system: System) -> Recorder:
-        keep, say = self._ledger.rollouts_bytes, self._display.print_line
-        writer = RolloutWriter(self._directory, keep_bytes=keep, warn=say)
-        return Recorder(system.rollouts, writer, each=self._config.logging.rollouts, only=self._replay_until)
-
-    def _make_loop(self, system: System, recorder: Recorder) -> TrainingLoop:
-        checkpoint, display, metrics = self._checkpoint, self._display, self._metrics
+    def _make_loop(self, system: System) -> tuple[TrainingLoop, Recorder]:
+        config, directory, checkpoint, metrics = self._config, self._directory, self._checkpoint, self._metrics
+        say = self._display.print_line
+        writer = RolloutWriter(directory, keep_bytes=self._ledger.rollouts_bytes, warn=say)
+        recorder = Recorder(system.rollouts, writer, each=config.logging.rollouts, only=self._replay_until)
+        checkpoints = Checkpoints(directory, system, metrics=metrics, say=say, recorder=recorder)
 
         def on_start() -> None:
-            write_config(self._directory, self._config)  # it may fail, on a full disk
-            begun(self._directory, checkpoint)
+            write_config(directory, config)  # it may fail, on a full disk
+            begun(directory, checkpoint)
 
-        checkpoints = Checkpoints(self._directory, system, metrics=metrics, say=display.print_line, recorder=recorder)
-        return TrainingLoop(
+        loop = TrainingLoop(
             system,
-            display=display,
+            display=self._display,
             metrics=metrics,
-            checkpoints=checkpoints if self._config.checkpoint.keep else None,
+            checkpoints=checkpoints if config.checkpoint.keep else None,
             ledger=self._ledger,
             recorder=recorder,
             restore_from=checkpoint and checkpoint.directory,
             on_start=on_start,
         )
+        return loop, recorder
 
     def _saves(self, loop: TrainingLoop, system: System) -> dict[str, Save]:
-
         async def save_weights() -> str:
             if not loop.has_weights:
                 return ""
