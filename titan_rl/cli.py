@@ -46,7 +46,6 @@ def command() -> NoReturn:
 
 
 def list_recipes(arguments: Sequence[str], *, prog: str) -> int:
-    """Print the recipes, and the bundled tasks; returns the exit code."""
     if arguments and arguments[0] not in ("-h", "--help"):
         print_error(prog, f"takes no arguments, got {' '.join(arguments)!r}")
         return EXIT_USAGE

@@ -336,7 +336,6 @@ class ServeConfig(RunConfig):
 
     @classmethod
     def of(cls, config: RunConfig, gateway: GatewayConfig) -> "ServeConfig":
-        """For the policy of a run."""
         return cls(**{each.name: getattr(config, each.name) for each in fields(RunConfig)}, gateway=gateway)
 
     def gateway_settings(self) -> GatewayConfig:

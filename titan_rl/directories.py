@@ -25,8 +25,7 @@ CONTROL = "control"
 
 
 def lock_run(run: Path, how: int = fcntl.LOCK_EX) -> int:
-    """Lock a run directory for this process; returns the descriptor that holds the lock. Raises ConfigError if a living
-    process has it."""
+    """Returns the descriptor that holds the lock. Raises ConfigError if a living process has it."""
     descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)

@@ -34,8 +34,7 @@ def _act(command: Command, prog: str) -> int:
 
 
 def export_weights(checkpoint: Checkpoint, config: RunConfig, directory: Path) -> None:
-    """Write the weights of a run's checkpoint in Hugging Face format. Raises ConfigError if they cannot be read, or if
-    `directory` must not be replaced."""
+    """In Hugging Face format. Raises ConfigError if the weights cannot be read, or `directory` must not be replaced."""
     from titan_rl.actors.trainer import STATE
     from titan_rl.policy.models.checkpoint import write_checkpoint
     from titan_rl.policy.models.tiny import model_directory

@@ -80,7 +80,6 @@ class SlurmConfig(JobConfig):
         return directory / "job.sh"
 
     def text(self, directory: Path, command: Sequence[str], taken: float) -> str:
-        log = directory / "job.log"
         options = [
             f"job-name={directory.name}",
             f"nodes={self.nodes}",
@@ -90,7 +89,7 @@ class SlurmConfig(JobConfig):
             *([f"partition={self.partition}"] if self.partition else []),
             *([f"time={self.time}"] if self.time else []),
             f"chdir={shlex.quote(str(Path.cwd()))}",
-            f"output={shlex.quote(str(log))}",
+            f"output={shlex.quote(str(directory / 'job.log'))}",
             "open-mode=append",
             "requeue",
             f"signal=HUP@{self.save_seconds}",

@@ -74,7 +74,6 @@ def _act(command: Command, prog: str) -> int:
 def check_and_run(
     config: RunConfig, resume: Resume | None, prog: str, *, dry_run: bool = False, replay_until: int = 0
 ) -> int:
-    """Check everything, and run; returns the exit code."""
     sweep_dead_segments()  # so that /dev/shm has what it will have
     if not may_start(problems(config), prog, dry_run=dry_run):
         return EXIT_USAGE
@@ -145,10 +144,8 @@ def for_task(task: str, command: Command, prog: str) -> RunConfig:
     for setting, value, reason in chosen:
         print(f"  --{setting.replace('_', '-').ljust(width)}  {value!r:12}  {reason}")
     begun = replace(load_recipe("task"), policy=before.policy)
-    config = variant(begun, {each.setting: each.value for each in settings})  # the user's come on top
-    stem = Path(task.partition(":")[0]).stem
-    named_run = replace(config, logging=replace(config.logging, name=stem))
-    return apply_command(named_run, command)
+    values = {each.setting: each.value for each in settings} | {"logging.name": Path(task.partition(":")[0]).stem}
+    return apply_command(variant(begun, values), command)  # the user's settings come on top
 
 
 def _newest_unfinished(command: Command, prog: str) -> tuple[RunConfig, Resume | None]:

@@ -299,11 +299,6 @@ class DatasetEnvironment(Environment):
                 raise ConfigError(f"{where}: expected an object with {wanted} (prompt= and answer= name them): {found}")
             messages = prompt_messages(where, row[prompt])
             content = "\n".join(message.content for message in messages)
-            yield (
-                content,
-                Example(
-                    prompt=(*self._system, *messages),
-                    answer=row[answer] if answer else dict(row),
-                    rejected=right_answer(Example(prompt=(), answer=row[rejected])) if rejected else "",
-                ),
-            )
+            said = row[answer] if answer else dict(row)
+            worse = right_answer(Example(prompt=(), answer=row[rejected])) if rejected else ""
+            yield content, Example(prompt=(*self._system, *messages), answer=said, rejected=worse)

@@ -83,13 +83,8 @@ def run_command(
     """
     name = os.fspath(command[0])
     try:
-        done = subprocess.run(
-            list(command),
-            input=stdin.encode(),
-            capture_output=True,
-            env={**os.environ, **_variables(endpoint), **(env or {})},
-            cwd=cwd,
-        )
+        variables = {**os.environ, **_variables(endpoint), **(env or {})}
+        done = subprocess.run(list(command), input=stdin.encode(), capture_output=True, env=variables, cwd=cwd)
     except OSError as error:
         raise TaskError(f"{name} cannot be started: {error}") from error
     complaint = done.stderr.decode(errors="replace")

@@ -137,11 +137,8 @@ class Rubric:
 
     def __init__(self, *rewards: Reward | GroupReward | RewardFunction):
         self.group_rewards = tuple(reward for reward in rewards if isinstance(reward, GroupReward))
-        self.rewards = tuple(
-            reward if isinstance(reward, Reward) else Reward(reward)
-            for reward in rewards
-            if not isinstance(reward, GroupReward)
-        )
+        single = [reward for reward in rewards if not isinstance(reward, GroupReward)]
+        self.rewards = tuple(reward if isinstance(reward, Reward) else Reward(reward) for reward in single)
         every: tuple[_Weighted, ...] = (*self.rewards, *self.group_rewards)
         if wrong := [reward.function for reward in every if not callable(reward.function)]:
             raise ConfigError(f"a rubric takes reward functions, and {wrong[0]!r} cannot be called")

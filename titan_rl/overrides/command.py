@@ -184,20 +184,18 @@ def read_toml(file: Path) -> Table:
         raise ConfigError(f"{file}: is not valid TOML: {error}") from None
 
 
-def toml_overrides(table: Mapping[str, Any], file: Path) -> list[Override]:
-    """One override for every value in `table`, the content of `file`. An empty table is a value too: it empties a
-    dict."""
-
-    def walk(table: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Override]:
-        for name, value in table.items():
-            here = (*path, name)
-            if isinstance(value, dict) and value:
-                yield from walk(value, here)
-            else:
-                origin = f"{file.name}: {'.'.join(here)}"
-                yield Override(path=here, value=value, origin=origin, base=file.resolve().parent)
-
-    return list(walk(table, ()))
+def toml_overrides(table: Mapping[str, Any], file: Path, owner: tuple[str, ...] = ()) -> list[Override]:
+    """One override for every value in `table`, which is what the file holds below `owner`. An empty table is a value
+    too: it empties a dict."""
+    found: list[Override] = []
+    for name, value in table.items():
+        path = (*owner, name)
+        if isinstance(value, dict) and value:
+            found += toml_overrides(value, file, path)
+        else:
+            origin = f"{file.name}: {'.'.join(path)}"
+            found.append(Override(path=path, value=value, origin=origin, base=file.resolve().parent))
+    return found
 
 
 def _single(option: str, words: list[str]) -> str:

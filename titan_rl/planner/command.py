@@ -105,12 +105,9 @@ def plan(config: PlanConfig) -> list[dict[str, Any]]:
         scenario = _scenario(config, lengths, trainers, generators)
         synchronous = simulate(scenario)
         for sync, staleness, window in itertools.product(config.weight_sync, config.max_staleness, config.window):
+            look_ahead = window or 2 * config.groups_per_step
             asynchronous = replace(
-                scenario,
-                max_staleness=staleness,
-                window=window or 2 * config.groups_per_step,
-                weight_sync=sync,
-                max_syncing=config.max_syncing,
+                scenario, max_staleness=staleness, window=look_ahead, weight_sync=sync, max_syncing=config.max_syncing
             )
             devices = {"trainer_devices": trainers, "generator_devices": generators}
             rows.append(devices | _row(simulate(asynchronous), synchronous, colocated))

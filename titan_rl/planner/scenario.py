@@ -245,7 +245,6 @@ class PlannedEngine:
     def _next_boundary(self, now: float) -> None:
         """Stop at the end of the step that is under way."""
         if not self._batch:
-            self._origin, self._ahead = now, 0
             self.due = now
             return
         seconds = self._speed.step_seconds(len(self._batch))
