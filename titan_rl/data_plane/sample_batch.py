@@ -126,8 +126,7 @@ class SampleBatch:
         """One batch after the other. Raises ValueError if some take their samples along and others do not."""
         parts = [batch for batch in batches if len(batch)]
         refs = tuple(ref for batch in parts for ref in batch.refs)
-        along = [batch.samples for batch in parts if batch.samples is not None]
-        if not along:
+        if not (along := [batch.samples for batch in parts if batch.samples is not None]):
             return SampleBatch(refs)
         if len(along) < len(parts):
             raise ValueError(

@@ -12,8 +12,6 @@ T = TypeVar("T")
 
 
 class Changes:
-    """Of one loop."""
-
     def __init__(self, display: RunDisplay, activity: Activities) -> None:
         self.activity = activity
         self._display = display

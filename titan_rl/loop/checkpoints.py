@@ -70,18 +70,18 @@ def _reports_in(directory: Path, ledger: Ledger) -> list[GroupReport]:
     ]
 
 
+@dataclasses.dataclass(eq=False)
 class Checkpoints:
     """Writes the checkpoints of one run, one at a time. Belongs to one event loop."""
 
-    def __init__(
-        self, run: Path, system: System, *, metrics: MetricsWriter, say: Callable[[str], None], recorder: Recorder
-    ) -> None:
-        """`say`: told what was not written, and why."""
-        self._run = run
-        self._system = system
-        self._metrics = metrics
-        self._recorder = recorder
-        self._say = say
+    run: Path
+    system: System
+    metrics: MetricsWriter
+    say: Callable[[str], None]
+    """Told what was not written, and why."""
+    recorder: Recorder
+
+    def __post_init__(self) -> None:
         self._writing: asyncio.Task[None] | None = None
 
     async def cut(self, ledger: Ledger, publications: Publications, activity: Activities) -> None:
@@ -90,24 +90,24 @@ class Checkpoints:
         TrainingError: the trainer is at another step than the ledger."""
         step = ledger.buffer.trainer_version.step
         if self._writing is not None and not self._writing.done():
-            return self._say(f"no checkpoint of step {step}: the one before is still being written")
+            return self.say(f"no checkpoint of step {step}: the one before is still being written")
         await self.written()
-        await self._recorder.settled()
-        if not step or directory_of(self._run, step).exists():
+        await self.recorder.settled()
+        if not step or directory_of(self.run, step).exists():
             return
         ledger.older = publications.older_than(
             ledger.buffer.trainer_version,
             needed_by={SERVED, EVALUATED} if ledger.buffer.limits.exact_versions else {EVALUATED},
         )
-        ledger.metrics_bytes, ledger.rollouts_bytes = self._metrics.nbytes, self._recorder.nbytes
+        ledger.metrics_bytes, ledger.rollouts_bytes = self.metrics.nbytes, self.recorder.nbytes
         encoded = ledger.encode()
         samples = SampleBatch.concat(report.samples for report in ledger.reports.values())
         for version in ledger.older:
             publications.hold(version, KEPT)
         try:
             with activity("checkpoint", step=step):
-                draft = new_draft(self._run, step)
-                await self._system.trainer.begin_checkpoint(draft, step, samples)
+                draft = new_draft(self.run, step)
+                await self.system.trainer.begin_checkpoint(draft, step, samples)
         except (StorageError, SampleError, ActorGone) as error:
             await self._give_up(step, error, publications)
         else:
@@ -118,12 +118,12 @@ class Checkpoints:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing
-        return next(reversed(checkpoints(self._run)), None)
+        return next(reversed(checkpoints(self.run)), None)
 
     async def _write(self, draft: Path, step: int, encoded: bytes, publications: Publications) -> None:
         kept = tuple(publications[version] for version in publications.held_by(KEPT))
         try:
-            await self._system.trainer.finish_checkpoint(draft, kept)
+            await self.system.trainer.finish_checkpoint(draft, kept)
             await asyncio.to_thread(self._commit, draft, step, encoded)
         except Exception as error:  # whatever it is, a trainer that is gone too
             await self._give_up(step, error, publications)
@@ -132,15 +132,15 @@ class Checkpoints:
 
     def _commit(self, draft: Path, step: int, encoded: bytes) -> None:
         (draft / LEDGER).write_bytes(encoded)
-        (draft / CONFIG).write_text(to_toml(self._system.config), encoding="utf-8")
+        (draft / CONFIG).write_text(to_toml(self.system.config), encoding="utf-8")
         versions = {name: found for name in _NAMED_PACKAGES if (found := installed(name))}
         (draft / PACKAGES).write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
-        self._metrics.sync()  # a checkpoint does not outlive the steps before it
+        self.metrics.sync()  # a checkpoint does not outlive the steps before it
         commit(draft)
-        prune(self._run, keep=self._system.config.checkpoint.keep, newest=step)
+        prune(self.run, keep=self.system.config.checkpoint.keep, newest=step)
 
     async def _give_up(self, step: int, error: Exception, publications: Publications) -> None:
-        self._say(f"no checkpoint of step {step}, the run goes on: {error}")
+        self.say(f"no checkpoint of step {step}, the run goes on: {error}")
         _log.warning("no checkpoint", exc_info=error)
-        await asyncio.to_thread(remove_drafts, self._run)
+        await asyncio.to_thread(remove_drafts, self.run)
         await publications.release_all(KEPT)

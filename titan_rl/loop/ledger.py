@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
@@ -66,19 +66,11 @@ class Ledger:
     @classmethod
     def decode(cls, encoded: bytes) -> Ledger:
         """Raises where something is missing, unknown or of another type."""
-        state = msgspec.msgpack.decode(encoded)
-        return cls(
-            buffer=(buffer := _as_written(state["buffer"], GroupBuffer)),
-            schedule=Schedule.from_state_dict(state["schedule"], buffer),
-            streak=_as_written(state["streak"], UntrainableStreak),
-            summary=_as_written(state["summary"], RunSummary),
-            reports=_as_written(state["reports"], dict[int, GroupReport]),
-            outcomes=_as_written(state["outcomes"], dict[int, GroupOutcome]),
-            grown=state["grown"],
-            older=msgspec.convert(state["older"], dict[PolicyVersion, set[str]]),
-            metrics_bytes=state["metrics_bytes"],
-            rollouts_bytes=state["rollouts_bytes"],
-        )
+        state, kinds = msgspec.msgpack.decode(encoded), get_type_hints(cls)
+        older = msgspec.convert(state["older"], kinds.pop("older"))  # sets have no order in which they can be compared
+        del kinds["schedule"]
+        whole = {name: _as_written(state[name], kind) for name, kind in kinds.items()}
+        return cls(**whole, older=older, schedule=Schedule.from_state_dict(state["schedule"], whole["buffer"]))
 
     def replay(self, until: int, steps: int) -> None:
         """Play finished groups again, and end after step `until` of a run of so many `steps`, as if nothing had been

@@ -71,29 +71,25 @@ class TrainingLoop:
         self._checkpoints = checkpoints
         self._restore_from, self._on_start = restore_from, on_start
         self.ledger = ledger = ledger or new_ledger(config)
+        self.summary = ledger.summary
         self._buffer, self._schedule, self._streak = ledger.buffer, ledger.schedule, ledger.streak
         self._reports, self._outcomes = ledger.reports, ledger.outcomes
         self._newest: deque[Failed | None] = deque(maxlen=NEWEST)  # rollouts of decided groups
         self._filter = make_filter(config.loop.filter)
-        self._recorder = recorder or Recorder(system.rollouts)
+        self._recorder = recorder = recorder or Recorder(system.rollouts)
         self._activity = activity = Activities(clock=clock)
-        limits = self._buffer.limits
-        self.records = StepRecords(ledger.summary, limits, self._recorder, activity, display=display, metrics=metrics)
+        self.records = StepRecords(self.summary, self._buffer, system, recorder, activity, display, metrics)
         display.follow(activity.open)
         changes = self._changes = Changes(display, activity)
         self._publications = Publications(system.trainer, changes, max_live=config.weights_settings().max_live)
         self._versions = ServedVersions(self._buffer, self._publications, system.router, changes)
         self._lost = LostGroups(ledger, system.rollouts, changes)
-        self._exact = limits.exact_versions
+        self._exact = self._buffer.limits.exact_versions
         rollout = config.rollout
         self._size = GroupSize(first=rollout.samples_per_group, most=rollout.most_samples, grown=ledger.grown)
         self.has_weights = restore_from is None
         """Whether the trainer holds weights of this run: not while it is being restored."""
         self._stepping: asyncio.Future[None] | None = None  # the step that is under way, with its cut, or the last one
-
-    @property
-    def summary(self) -> RunSummary:
-        return self.ledger.summary
 
     async def run(self) -> RunSummary:
         """Do the whole run, or the rest of it. The final weights of the policy are the ones that were evaluated last.
@@ -312,7 +308,7 @@ class TrainingLoop:
         try:
             held = await self._system.rollouts.release(samples)
         finally:
-            await self.records.step(batch, reports, trained, held, self._buffer.counts, self._system)
+            await self.records.step(batch, reports, trained, held)
 
     async def _publisher(self) -> None:
         """Consumes the trainer's versions. Waits for one that is not published, and for a free publication slot. Woken
@@ -347,7 +343,7 @@ class TrainingLoop:
         if self._exact and not first:
             return self._published(version)
         pull = await self._versions.serve_newest(version, alone=first)
-        self.records.pulled(pull, self._system)
+        self.records.pulled(pull)
         # Only after the pull: otherwise the first generator with the version would get all groups that wait for it.
         self._published(pull.version)
         if before is not None and not first:

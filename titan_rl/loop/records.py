@@ -3,7 +3,7 @@ memory."""
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,8 +21,8 @@ from titan_rl.one_line import counted
 from titan_rl.rollout.report import GroupReport, means
 from titan_rl.routing.health import GONE
 from titan_rl.rpc.mesh_client import MeshClient
-from titan_rl.scheduling.config import StalenessLimits
 from titan_rl.scheduling.group import Batch
+from titan_rl.scheduling.group_buffer import GroupBuffer
 from titan_rl.types import NO_VERSION, FailureKind, PolicyVersion, StopReason
 from titan_rl.view.conversation import transcript
 from titan_rl.view.display import RunDisplay
@@ -47,78 +47,68 @@ class RunSummary:
     """Groups that were lost and played again, each loss counted."""
 
 
+@dataclass(eq=False)
 class StepRecords:
-    """Collects and writes. `summary`: of the steps so far, for those to come to be added."""
+    """Collects and writes."""
 
-    def __init__(
-        self,
-        summary: RunSummary,
-        limits: StalenessLimits,
-        recorder: Recorder,
-        activity: Activities,
-        *,
-        display: RunDisplay,
-        metrics: MetricsWriter,
-    ) -> None:
-        self._limits = limits
-        self._display = display
-        self._metrics = metrics
-        self._recorder = recorder
-        self._activity = activity
+    summary: RunSummary
+    """Of the steps so far, for those to come to be added."""
+    buffer: GroupBuffer
+    system: System
+    recorder: Recorder
+    activity: Activities
+    display: RunDisplay
+    metrics: MetricsWriter
+    first_step_at: float | None = None
+    """`time.monotonic()` after the first optimizer step of this process."""
+
+    def __post_init__(self) -> None:
         self._pulses: Pulses = {}
-        self._last_step = activity.clock()
+        self._last_step = self.activity.clock()
         self._pull_failures: dict[str, str] = {}  # by generator: why it does not serve
-        self.summary = summary
-        self.first_step_at: float | None = None
-        """`time.monotonic()` after the first optimizer step of this process."""
 
     def failed(self, report: GroupReport) -> None:
         """Record a group of which no rollout could be trained. It counts in the next step's numbers and is displayed at
         once."""
         self.summary.failed.append(report)
-        self._display.add_group(report.failures)
+        self.display.add_group(report.failures)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.summary.evaluations.append(replace(evaluation, rollouts=()))
-        self._recorder.evaluated(evaluation.rollouts)
+        self.recorder.evaluated(evaluation.rollouts)
         step, transcripts = evaluation.version.step, [*map(transcript, evaluation.rollouts)]
-        self._display.evaluation(step, evaluation.exact_match, evaluation.reward, transcripts)
+        self.display.evaluation(step, evaluation.exact_match, evaluation.reward, transcripts)
         if evaluation.failed:
             of = evaluation.failed + evaluation.prompts
-            self._display.print_line(
+            self.display.print_line(
                 f"{evaluation.failed} of {of} held-out rollouts failed and are not counted; the first: "
                 f"{evaluation.first_error}"
             )
         numbers = ("exact_match", "reward", "failed")
-        self._metrics.write(step, {f"evaluation/{name}": getattr(evaluation, name) for name in numbers})
+        self.metrics.write(step, {f"evaluation/{name}": getattr(evaluation, name) for name in numbers})
 
-    def pulled(self, pull: FleetPull, system: System) -> None:
+    def pulled(self, pull: FleetPull) -> None:
         """Say once for every reason why a generator does not serve."""
-        for name in system.generators():
+        for name in self.system.generators():
             failure = pull.failures.get(name, "")
             if failure or name in pull.serving:
-                self._display.mesh(name, failure or f"serving {pull.version}")
+                self.display.mesh(name, failure or f"serving {pull.version}")
             if failure not in ("", self._pull_failures.get(name)):
-                self._display.print_line(f"{name} does not serve {pull.version}: {failure}")
+                self.display.print_line(f"{name} does not serve {pull.version}: {failure}")
             self._pull_failures[name] = failure
 
     async def step(
-        self,
-        batch: Batch,
-        reports: Sequence[GroupReport],
-        trained: dict[str, float],
-        held: Sequence[HeldReport],
-        counts: Mapping[str, int],
-        system: System,
+        self, batch: Batch, reports: Sequence[GroupReport], trained: dict[str, float], held: Sequence[HeldReport]
     ) -> None:
-        step = batch.version.step + 1
-        now = self._activity.clock()
+        step, summary = batch.version.step + 1, self.summary
+        limits, counts = self.buffer.limits, self.buffer.counts
+        now = self.activity.clock()
         seconds, self._last_step = now - self._last_step, now
-        phases = self._activity.take_seconds()
-        failed, self.summary.failed = self.summary.failed, []
+        phases = self.activity.take_seconds()
+        failed, summary.failed = summary.failed, []
         rollouts = [rollout for report in [*reports, *failed] for rollout in report.rollouts]
         rewards = [rollout.reward for rollout in rollouts if not rollout.error]
-        filtered, self.summary.filtered_lengths = self.summary.filtered_lengths, []
+        filtered, summary.filtered_lengths = summary.filtered_lengths, []
         lengths = [rollout.sampled_tokens for rollout in rollouts] + filtered
         trained_lengths = [each.sampled_tokens for report in reports for each in report.rollouts if not each.error]
         sampled = sum(rollout.sampled_tokens for rollout in rollouts)
@@ -126,17 +116,16 @@ class StepRecords:
         if late:
             timeouts = {"rollout/timeout_length_mean": float(np.mean(late)), "rollout/timeout_length_max": max(late)}
         ages = _ages(batch, reports)
-        stats = self._mesh_stats(system)
+        stats = self._mesh_stats()
         reward = float(np.mean(rewards))
         truncated = float(np.mean([rollout.truncated for rollout in rollouts]))
-        summary = self.summary
         summary.steps = step
         summary.reward_last = reward
         summary.tokens_generated += sampled
         summary.ages.update(ages)
         if self.first_step_at is None:
             self.first_step_at = time.monotonic()
-        self._metrics.write(
+        self.metrics.write(
             step,
             {
                 "rollout/reward_mean": reward,
@@ -159,18 +148,14 @@ class StepRecords:
                 **_mean_of_engine_metrics(rollouts),
                 "staleness/age_mean": float(np.mean(ages)) if ages else 0.0,
                 "staleness/age_max": max(ages, default=0),
-                **{
-                    f"staleness/share_of_age_{age}": ages.count(age) / len(ages)
-                    for age in range(self._limits.bound + 1)
-                    if ages
-                },
+                **(_shares("staleness/share_of_age", range(limits.bound + 1), ages) if ages else {}),
                 **{f"groups/{name}": counts[name] for name in ("admitted", "filtered", "failed", "active")},
                 "groups/lost": summary.lost,
                 "groups/samples": float(np.mean([len(report.rollouts) for report in reports])),
                 "groups/equal_rewards": float(np.mean([len(report.rewards) <= 1 for report in reports])),
                 "data_plane/held_samples": sum(store.samples for store in held),
                 "data_plane/held_bytes": sum(store.nbytes for store in held),
-                **await self._fleet_metrics(system),
+                **await self._fleet_metrics(),
                 **stats,
                 **{f"train/{name}": value for name, value in trained.items()},
                 **{f"seconds/{name}": value for name, value in phases.items()},
@@ -179,40 +164,40 @@ class StepRecords:
             groups=batch.group_ids,
         )
         for report in reports:
-            self._display.add_group(report.failures)
-        if late and self._limits.deterministic:
+            self.display.add_group(report.failures)
+        if late and limits.deterministic:
             ended = f"{counted(len(late), 'rollout')} of step {step} ended by the clock"
-            self._display.print_line(f"{ended}: this run may not repeat bit for bit")
+            self.display.print_line(f"{ended}: this run may not repeat bit for bit")
         numbers = {
             "reward": f"{reward:.3f}",
             "entropy": f"{trained['entropy']:.2f}",
             "truncated": f"{truncated:.0%}",
             "tokens/s": f"{sampled / seconds if seconds else 0.0:,.0f}",
         }
-        if self._limits.bound:
+        if limits.bound:
             numbers["staleness"] = f"{np.mean(ages) if ages else 0.0:.1f}"
         busy = {key.removeprefix("idle/"): 1 - share for key, share in stats.items() if key.startswith("idle/")}
-        self._display.step(step, numbers, phases, reward=reward, busy=busy)
+        self.display.step(step, numbers, phases, reward=reward, busy=busy)
 
-    def _mesh_stats(self, system: System) -> dict[str, float]:
+    def _mesh_stats(self) -> dict[str, float]:
         """`idle/MESH` and `memory/MESH/…`, where the meshes were asked again since the last time."""
-        pulses = newest_pulses(system) if timeline.is_on else {}
+        pulses = newest_pulses(self.system) if timeline.is_on else {}
         if pulses.get("trainer") is self._pulses.get("trainer"):
             return {}
         before, self._pulses = self._pulses, pulses
         return idle_shares(before, pulses) | memory_of(pulses)
 
-    async def _fleet_metrics(self, system: System) -> dict[str, float]:
+    async def _fleet_metrics(self) -> dict[str, float]:
         """The router's counters by generator; none where the router is gone, whose end is reported elsewhere."""
         try:
-            fleet = await system.router.fleet_status()
+            fleet = await self.system.router.fleet_status()
         except TitanError:
             return {}
         metrics = {"fleet/lost": float(sum(status.state in GONE for status in fleet))}
         for status in fleet:
             if status.state not in GONE:
                 requests = counted(status.in_flight, "request")
-                self._display.mesh(status.name, f"{status.state} {status.version}, {requests}")
+                self.display.mesh(status.name, f"{status.state} {status.version}, {requests}")
             metrics[f"fleet/{status.name}/serving"] = float(status.state.serves)
             for counter in ("load", "in_flight", "served", "failed", "aborted", "aborted_tokens"):
                 metrics[f"fleet/{status.name}/{counter}"] = float(getattr(status, counter))
@@ -229,7 +214,7 @@ def _ages(batch: Batch, reports: Sequence[GroupReport]) -> list[int]:
     ]
 
 
-def _shares(name: str, kinds: Iterable[str], found: Sequence[str | None]) -> dict[str, float]:
+def _shares(name: str, kinds: Iterable[object], found: Sequence[object]) -> dict[str, float]:
     return {f"{name}_{kind}": found.count(kind) / len(found) for kind in kinds}
 
 

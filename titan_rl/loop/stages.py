@@ -106,13 +106,11 @@ async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
     play."""
     if not system.rollouts.held_out:
         raise TaskError(f"the environment {system.config.environment.name} gave no held-out prompts to evaluate on")
-    prompts = range(system.rollouts.held_out)
-    groups = [system.held_out_group(prompt, version) for prompt in prompts]
+    groups = [system.held_out_group(prompt, version) for prompt in range(system.rollouts.held_out)]
     reports = await system.rollouts.run_groups(groups)
     rollouts = [rollout for report in reports for rollout in report.rollouts]
     errors = [report.first_error for report in reports if report.failures]
-    graded = [rollout for rollout in rollouts if not rollout.error]
-    if not graded:
+    if not (graded := [rollout for rollout in rollouts if not rollout.error]):
         raise TaskError(f"all {len(rollouts)} held-out rollouts failed; the first: {errors[0]}")
     described = await system.rollouts.describe(choose_evaluated(version.step, reports), reports)
     matches = [rollout.exact_match for rollout in graded]
@@ -130,12 +128,10 @@ async def evaluate(system: System, version: PolicyVersion) -> Evaluation:
 FILTERS = {"no_variance": "titan_rl.loop.stages:no_variance"}
 """Short names of `loop.filter`."""
 
-GroupFilter = Callable[[GroupReport], str]
-"""Returns why a group is refused; empty: it is trained."""
 
-
-def make_filter(name: str) -> GroupFilter:
-    """The filter that a config names. Raises ConfigError: no filter has that name."""
+def make_filter(name: str) -> Callable[[GroupReport], str]:
+    """The filter that a config names, which returns why a group is refused; empty: it is trained. Raises ConfigError:
+    no filter has that name."""
     if not name:
         return lambda report: ""
     found = import_name(name, FILTERS)
