@@ -9,8 +9,6 @@ on any device, has the bits of the whole: what a trainer's shards and a generato
 Names are PEFT's: `….q_proj.lora_A.weight` [r, in] and `….q_proj.lora_B.weight` [out, r] adapt `….q_proj.weight`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

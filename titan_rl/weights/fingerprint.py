@@ -53,14 +53,8 @@ def signed(value: int) -> int:
 
 def shard_sum(data: Tensor, global_shape: Sequence[int], offset: Sequence[int]) -> Tensor:
     """This box's summand of the fingerprint of the whole tensor: [] int64, where the data is, so that a device goes on
-    until it is read.
-
-    Args:
-        data: the box (empty: 0), float32 or bfloat16, on any device, contiguous or not; or panels (`TensorShard.data`).
-        global_shape, offset: of the whole tensor, and the box's first element in it.
-
-    Raises WeightsError: another dtype.
-    """
+    until it is read. `data`: the box (empty: 0), float32 or bfloat16, on any device, contiguous or not; or panels
+    (`TensorShard.data`). `offset`: of its first element in the whole tensor. Raises WeightsError: another dtype."""
     if data.dtype not in BITS:
         raise WeightsError(f"no fingerprint of {data.dtype}; served are {', '.join(map(str, BITS))}")
     total = torch.zeros((), dtype=torch.int64, device=data.device)

@@ -16,8 +16,6 @@ kernel has to find and clear it. A trainer over several hosts ends a publication
 each.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -25,7 +23,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -40,9 +37,6 @@ from titan_rl.weights.manifest import LM_HEAD, TIED, Manifest, Publication, Tens
 from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import DIRECTORY, create_segment, map_tensor, segment_at, segment_location
 from titan_rl.weights.tensor_files import shards_of_files
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 Shapes = dict[str, tuple[int, ...]]
 """Global shape of each tensor that a rank holds a part of."""
@@ -74,7 +68,7 @@ class SharedMemoryPublisher:
         *,
         channel: str,
         rank: int,
-        group: ProcessGroup | None,
+        group: dist.ProcessGroup | None,
         max_live: int,
         hosts: Sequence[str] = (),
         directory: Path = DIRECTORY,
@@ -100,18 +94,15 @@ class SharedMemoryPublisher:
         aliases: Sequence[tuple[str, str]] = (),
         base: Sequence[TensorShard] | None = None,
     ) -> Publication:
-        """Store this rank's shards in a free slot, cast to `dtype`. Collective.
-
+        """Store this rank's shards in a free slot, cast to `dtype`. Collective. Raises WeightsError on all ranks, and
+        no version is harmed: no free slot (names the live versions), shards that do not cover a tensor, ranks that
+        disagree, or too little room (says how much).
         Args:
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
             aliases: `(name, name of a shard)` of tensors that share another's bytes.
             base: this rank's shards of the weights that LoRA adapts. Then `shards` are the adapters, whole and the same
                 on all ranks; they are stored in float32, and engines compute with what they make of the base.
-
-        Raises:
-            WeightsError: on all ranks, and no version is harmed: no free slot (names the live versions), shards
-                that do not cover a tensor, ranks that disagree, or too little room (says how much).
         """
         what = f"publishing {self._channel} {version}"
         slot, mine = self._ranks.together(what, lambda: (self._free_slot(version), list(shards)))

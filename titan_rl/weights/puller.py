@@ -1,18 +1,17 @@
 """A generator rank's end of a publication: read it, and verify that the engine computes with it.
 
 Weights are served only after `verify`. It reads the memory that the engine's layers use after the load, so it finds a
-skipped tensor, a stale copy of a tied one, or a byte damaged on the way. All ranks come to the same result: either
-every rank returns the same number or every rank raises.
+skipped tensor, a stale copy of a tied one, or a byte damaged on the way.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from titan_rl.errors import WeightsError
 from titan_rl.weights.adapters import adapted
@@ -22,22 +21,14 @@ from titan_rl.weights.ranks import Ranks
 from titan_rl.weights.segment_files import Identity, identity_of, map_tensor, segment_at
 from titan_rl.weights.tensor_files import shards_of_files, write_shards
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
 _NAMED = 6
 """Problems that an error names; the rest is counted."""
 
 
 class SharedMemoryReader:
-    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread.
-
-    Args:
-        base: the checkpoint directory that adapters were trained on; its tensors stay mapped once they are needed.
-        device: where effective weights are computed.
-        page_lock: see `map_tensor`.
-    """
+    """Zero-copy views of what was published on this host, on any channel. Belongs to one thread. `base`: the checkpoint
+    directory that adapters were trained on; its tensors stay mapped once they are needed. `device`: where effective
+    weights are computed. `page_lock`: see `map_tensor`."""
 
     def __init__(self, base: Path | None = None, device: str = "cpu", *, page_lock: bool = True) -> None:
         self._page_lock = page_lock
@@ -96,7 +87,7 @@ def save_publication(publication: Publication, directory: Path) -> None:
     write_shards(directory / "model.safetensors", shards)
 
 
-def verify(publication: Publication, served: Iterable[TensorShard], group: ProcessGroup | None) -> int:
+def verify(publication: Publication, served: Iterable[TensorShard], group: dist.ProcessGroup | None) -> int:
     """Compare what the engine serves with the manifest. Collective over `group`, as in `Ranks`. Returns the combined
     fingerprint of the version: the same for every generator that serves it. Raises WeightsError on every rank, naming
     the version and the tensors: missing, extra, of another dtype or shape, or not what was published.

@@ -1,19 +1,14 @@
 """Collectives of a mesh's ranks on small values. A failure on one rank becomes an error on every rank, so that no rank
 waits in a collective for one that raised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titan_rl.errors import WeightsError
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
@@ -24,7 +19,7 @@ class Ranks:
     Every method is collective: all ranks call the same ones in the same order.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group if group is not None and dist.get_world_size(group) > 1 else None
 
     def add(self, values: Tensor) -> None:

@@ -126,8 +126,7 @@ def _remove(directory: Path, unwanted: Callable[[int, str], bool]) -> list[Path]
     """`unwanted`: of an owner and a channel."""
     removed = []
     for path in sorted(directory.iterdir()):
-        match = _PATTERN.fullmatch(path.name)
-        if match is not None and unwanted(int(match["owner"]), match["channel"]):
+        if (match := _PATTERN.fullmatch(path.name)) and unwanted(int(match["owner"]), match["channel"]):
             with suppress(FileNotFoundError, PermissionError):  # another process was first, or it is another user's
                 path.unlink()
                 removed.append(path)

@@ -3,8 +3,6 @@
 What is read are views of the mapped files: only what is copied out of them comes from the disk.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
