@@ -9,6 +9,7 @@ from titan_rl.errors import ConfigError
 _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
 """torch refuses matrix products without the first. With the others NCCL adds in one order."""
 
+KLEstimator = Literal["k1", "k2", "k3", "k3_corrected"]
 LoraTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """The matrices of a layer, as Hugging Face names them. Embedding and head have no adapters."""
 
@@ -101,7 +102,7 @@ class KLConfig:
     coefficient: NotNegative = 0.0
     """Weight of the KL estimate per trained token. 0: no reference model exists, and none is paid for; above 0 every
     step runs a second forward pass, and every trainer rank holds its shards twice."""
-    estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
+    estimator: KLEstimator = "k3"
     """See `titan_rl.policy.losses`. k3 is GRPO's; k1 and k2 have the KL's own gradient on policy, k3_corrected has it
     for old samples too."""
     in_reward: bool = False

@@ -13,8 +13,6 @@ Always true:
     R_t = A_t + V_t, what V_t is trained to be; V after the last token is 0
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,12 +41,7 @@ def generalized_advantages(credit: np.ndarray, values: np.ndarray, *, discount: 
 
 
 class Critic:
-    """The head, its optimizer, and what it makes of a batch. Collective where it says so.
-
-    Attributes:
-        tensors: what later steps depend on, by name; live.
-        metrics: of the last batch: `value_explained`, which share of the returns' variance the values knew before.
-    """
+    """The head, its optimizer, and what it makes of a batch. Collective where it says so."""
 
     def __init__(self, trainer: TrainerConfig, dim: int, device: torch.device) -> None:
         config = self._config = trainer.critic
@@ -58,7 +51,9 @@ class Critic:
         moments = {name: torch.zeros_like(self._head, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
         state = self._optimizer.state[self._head] = {"step": torch.zeros(()), **moments}
         self.tensors: dict[str, Tensor] = {"head": self._head.detach(), **state}
+        """What later steps depend on, by name; live."""
         self.metrics: dict[str, float] = {}
+        """Of the last batch: `value_explained`, which share of the returns' variance the values knew before."""
 
     def values(self, hidden: Tensor) -> Tensor:
         """[N] float32 of the rows [N, D] that predict the trained tokens."""

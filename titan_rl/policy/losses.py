@@ -18,7 +18,7 @@ from titan_rl.errors import ConfigError, TrainingError
 from titan_rl.importing import import_name, user_code
 from titan_rl.policy.algorithms import short_names
 from titan_rl.policy.algorithms.base import AGGREGATIONS, LARGEST_LOG_RATIO, Gains, TrainedTokens, bounded_exp
-from titan_rl.policy.config import LossConfig
+from titan_rl.policy.config import KLEstimator, LossConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,9 +96,6 @@ class Objective:
 
 OF_EVERY_LOSS = frozenset(each.name for each in fields(Objective)) - {"function", "kwargs"}
 """Arguments in `trainer.loss.kwargs` that every loss takes."""
-
-
-KLEstimator = Literal["k1", "k2", "k3", "k3_corrected"]
 
 
 def kl_penalty(estimator: KLEstimator, logprobs: Tensor, reference_logprobs: Tensor, ratio: Tensor) -> Tensor:

@@ -90,12 +90,8 @@ def _untrained(group_id: int, tokens: int) -> TrainingSample:
 
 def pack(samples: Sequence[TrainingSample], device: torch.device, *, share: bool, multiple: int = 1) -> MicroBatch:
     """One micro-batch of `samples` in their order; of none, or of single tokens only, one of one untrained token (a
-    dummy).
-
-    Args:
-        share: lay the prompt that neighbours of one group have in common only once, if that saves enough.
-        multiple: what the number of tokens must be a multiple of; another document fills up.
-    """
+    dummy). `share`: lay the prompt that neighbours of one group have in common only once, if that saves enough.
+    `multiple`: what the number of tokens must be a multiple of; another document fills up."""
     samples = tuple(sample for sample in samples if len(sample.token_ids) > 1)
     documents = samples or (_untrained(-1, 2),)
     # All tokens of all documents, one document after the other.
@@ -164,11 +160,8 @@ def _families(
     samples: Sequence[TrainingSample], tokens: np.ndarray, positions: np.ndarray, routes: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """How many neighbours of one group there are each time, and with how many tokens before any trained one all of
-    these begin: their prompt. 0 where sharing it is not worth it.
-
-    Args:
-        tokens, positions, routes: of all samples without their last tokens, one sample after the other.
-    """
+    these begin: their prompt. 0 where sharing it is not worth it. Arrays are of all samples without their last tokens,
+    one sample after the other."""
     families = np.array([len(list(family)) for _, family in groupby(samples, lambda sample: sample.group_id)])
     firsts = np.cumsum(families) - families
     starts = np.flatnonzero(positions == 0)
@@ -190,13 +183,10 @@ def _families(
 
 class RankSamples:
     """One rank's samples of a batch. Iterate once over `microbatches`, to its end, then call `raise_if_lost`. All ranks
-    do so alike: both are collective.
+    do so alike: both are collective. `tensor_group`: those that compute the same samples; None: this one alone.
 
     A rank that cannot fetch a sample takes part in all remaining rounds without samples, so that no other rank waits
     for it in a collective. At the end it tries its groups one by one, and all ranks exchange which groups were lost.
-
-    Args:
-        tensor_group: the ranks that compute the same samples; None: this one alone.
     """
 
     def __init__(
@@ -216,10 +206,8 @@ class RankSamples:
         self._lost: list[SampleError] = []
 
     def microbatches(self, device: torch.device, *, share: bool, multiple: int) -> Iterator[MicroBatch]:
-        """One for each round, as `pack` makes it; dummies from the round on whose samples cannot be had.
-
-        The ranks of one tensor-parallel group compute the same samples, so they give up in the same round.
-        """
+        """One for each round, as `pack` makes it; dummies from the round on whose samples cannot be had. The ranks of
+        one tensor-parallel group compute the same samples, so they give up in the same round."""
         given_up = False
         for batch in self._batches:
             timeline.doing("pack")
@@ -235,8 +223,7 @@ class RankSamples:
     def raise_if_lost(self, what: str) -> None:
         """Raises SamplesLost, the same on all ranks, if any rank lost a sample of `what`."""
         lost = self._lost_groups() if self._lost else []
-        everyones = Ranks(dist.group.WORLD).gather(lost)
-        errors = {error.group_id: error for errors in everyones for error in errors}
+        errors = {error.group_id: error for errors in Ranks(dist.group.WORLD).gather(lost) for error in errors}
         if not errors:
             return
         groups = tuple(sorted(errors))

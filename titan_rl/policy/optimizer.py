@@ -33,12 +33,8 @@ class PolicyOptimizer:
         return float(clip_grad_norm_(self._parameters, self._max_norm))
 
     def step(self, kl: float = 0.0, *, last: bool = True) -> float:
-        """Apply and drop the gradients; returns the learning rate that was used.
-
-        Args:
-            kl: nats between the policy and those that sampled this step (`OptimizerConfig.kl_band`).
-            last: of its batch; the schedule counts batches.
-        """
+        """Apply and drop the gradients; returns the learning rate that was used. `kl`: nats between the policy and
+        those that sampled this step (`OptimizerConfig.kl_band`). `last`: of its batch; the schedule counts batches."""
         schedule = self._schedulers.schedulers[0]
         lr = float(schedule.get_last_lr()[0]) * (self._kl_band / kl if 0 < self._kl_band < kl else 1.0)
         for optimizer in self._optimizers.optimizers:

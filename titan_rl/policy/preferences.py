@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class Preferences:
-    """pi_ref, and what a batch of pairs is worth beside it.
-
-    Attributes:
-        metrics: of the last batch: `loss`, and `preferred`, the share of its pairs with m above 0.
-    """
+    """pi_ref, and what a batch of pairs is worth beside it."""
 
     def __init__(self, policy: Policy, config: TrainerConfig, *, temperature: float) -> None:
         from titan_rl.policy.models.model import frozen_policy
@@ -43,15 +39,12 @@ class Preferences:
         self._beta = config.warmup.dpo_beta
         self._temperature = temperature
         self.metrics: dict[str, float] = {}
+        """Of the last batch: `loss`, and `preferred`, the share of its pairs with m above 0."""
 
     def judged(self, held: Sequence[MicroBatch], *, counted: bool) -> list[MicroBatch]:
-        """The same micro-batches, which have `proximal_logprobs`, with these advantages. Collective.
-
-        Args:
-            held: the answers of a pair have the numbers 2n and 2n + 1 in their group; the chosen one has the advantage
-                1, the rejected one -1.
-            counted: False on ranks that repeat another's tokens.
-        """
+        """The same micro-batches, which have `proximal_logprobs`, with these advantages. Collective. The answers of a
+        pair have the numbers 2n and 2n + 1 in their group; the chosen one has the advantage 1, the rejected one -1.
+        `counted`: False on ranks that repeat another's tokens."""
         parts: list[tuple[tuple[int, int], float]] = []
         for each in held:
             reference, _ = self._begun.logprobs(each, temperature=self._temperature)

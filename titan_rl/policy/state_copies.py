@@ -45,17 +45,10 @@ copy waits for its end."""
 MOST_FROM_DEVICE = 8 << 30
 """Bytes of one rank's state on a device, beyond which no copies are kept: every step would wait seconds for them."""
 
-_Batch = tuple[list[Tensor], list[Tensor], memoryview]
-"""Pieces of tensors, their places in a slot, and the bytes that the places make up."""
-
 
 class StateCopies:
-    """The copies of one rank.
-
-    Args:
-        owner_pid: process whose death makes the files rubbish (see `segment_files`).
-        ranks: of the trainer, on this host; each has as much to copy.
-    """
+    """The copies of one rank. `owner_pid`: process whose death makes the files rubbish (see `segment_files`). `ranks`:
+    of the trainer, on this host; each has as much to copy."""
 
     def __init__(self, *, owner_pid: int, rank: int, ranks: int, directory: Path = DIRECTORY) -> None:
         self._paths = [segment_path(directory, owner_pid, f"state.{rank}", slot) for slot in range(3)]
@@ -90,7 +83,6 @@ class StateCopies:
                 torch._foreach_copy_(pieces, places)
 
     def remove(self) -> None:
-        """Nobody will need them."""
         self._mapped.clear()
         for path in self._paths:
             path.unlink(missing_ok=True)
@@ -158,8 +150,8 @@ def _room_of(tensor: Tensor) -> int:
     return math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT
 
 
-def _batches(tensors: Sequence[Tensor], content: Tensor) -> Iterator[_Batch]:
-    """The tensors a cacheful at a time."""
+def _batches(tensors: Sequence[Tensor], content: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor], memoryview]]:
+    """A cacheful at a time: pieces of tensors, their places in a slot, and the bytes that the places make up."""
     stored = content.numpy().data
     pieces: list[Tensor] = []
     places: list[Tensor] = []

@@ -56,12 +56,9 @@ e^709, and e^-600 is above 0: otherwise the effective sample size would be infin
 
 
 class StepMetrics:
-    """For each optimizer step add micro-batches and `reduce_sums`, then `report` (or `describe_failure`).
-
-    Args:
-        counted: False on ranks that repeat another's tokens (tensor parallelism); they add nothing to sums.
-        reference: whether there is a reference policy.
-    """
+    """For each optimizer step add micro-batches and `reduce_sums`, then `report` (or `describe_failure`). `counted`:
+    False on ranks that repeat another's tokens (tensor parallelism); they add nothing to sums. `reference`: whether
+    there is a reference policy."""
 
     def __init__(self, *, counted: bool, reference: bool = False) -> None:
         self._ranks = Ranks(dist.group.WORLD)

@@ -33,7 +33,8 @@ def token_scores(
     group: dist.ProcessGroup | None = None,
     as_engine: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of `targets` and entropy under softmax(hidden @ head.T / temperature), over their supports.
+    """Log-probability of `targets` and entropy under softmax(hidden @ head.T / temperature), over their supports: [N]
+    float32 each, in nats.
 
     Args:
         hidden: [N, D] of the tokens that predict the targets. With `group` its gradient is this rank's summand.
@@ -45,14 +46,8 @@ def token_scores(
             same rows and use the results alike.
         as_engine: compute logprobs by the operations of a deterministic engine on CPU, to the last bit; without
             `group`.
-
-    Returns:
-        logprobs [N] and entropies [N] (nats), float32.
     """
-    logprobs, entropies = _TokenScores.apply(
-        hidden, head, targets, temperature, supports, vocab_start, group, as_engine
-    )
-    return logprobs, entropies
+    return _TokenScores.apply(hidden, head, targets, temperature, supports, vocab_start, group, as_engine)
 
 
 class _TokenScores(torch.autograd.Function):

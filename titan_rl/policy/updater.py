@@ -94,7 +94,8 @@ class PolicyUpdater:
         seed: int,
         architecture: str = "",
     ) -> None:
-        """Load the policy and shard it. Needs the environment of `join_world`.
+        """Load the policy and shard it. Needs the environment of `join_world`. Raises ConfigError: a checkpoint, loss
+        or parallelism that cannot be.
 
         Args:
             model_path: a checkpoint directory in Hugging Face format.
@@ -102,9 +103,6 @@ class PolicyUpdater:
             total_steps: length of the learning-rate schedule; after it lr keeps its last value.
             seed: of the process's random numbers (the bundled losses draw none).
             architecture: a family that is not bundled.
-
-        Raises:
-            ConfigError: a checkpoint, loss or parallelism that cannot be.
         """
         self._loss: Objective = build_loss(config.loss)
         shape = read_shape(model_path, architecture)
@@ -147,7 +145,6 @@ class PolicyUpdater:
         self.aliases = TIED if shape.tied else ()
 
     def plan(self, batch: SampleBatch) -> PackingPlan:
-        """Which rank computes which sample in which micro-batch."""
         return plan_step(batch, self._config)
 
     def warm_up_step(self, batch: SampleBatch, plan: PackingPlan) -> dict[str, float]:
@@ -191,7 +188,6 @@ class PolicyUpdater:
 
         Args:
             batch: all samples of the step, or this rank's (`PackingPlan.share`).
-            plan: of this batch.
             recorder: collects scores of those of this rank's samples that it names.
 
         Raises:
