@@ -144,6 +144,5 @@ def check_environment(device: str, *, tensor_parallel: int, deterministic: bool 
     """Raises ConfigError, naming the variables, where `generator_environment` is not in place."""
     required = generator_environment(device, tensor_parallel=tensor_parallel, deterministic=deterministic)
     required.pop("OMP_NUM_THREADS", None)  # as many as there are
-    wrong = [f"{name}={value}" for name, value in required.items() if os.environ.get(name) != value]
-    if wrong:
+    if wrong := [f"{name}={value}" for name, value in required.items() if os.environ.get(name) != value]:
         raise ConfigError(f"a generator process must be started with {' '.join(wrong)}")

@@ -83,12 +83,8 @@ class DecisionMaker:
     # What callers want. Each of these raises GeneratorFailed once `close` was called.
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request that was validated.
-
-        Raises:
-            RequestError: a request of this id is waiting or running.
-            GeneratorNotServing: asleep or stale.
-        """
+        """Queue a request that was validated. Raises RequestError: one of this id is waiting or running;
+        GeneratorNotServing: asleep or stale."""
         self._refuse_when_closing()
         if self._refusal or self._change is LoopAction.SLEEP:
             raise GeneratorNotServing(self._refusal or _ASLEEP)

@@ -43,8 +43,6 @@ all processes up to the client, so streams take a tenth of a core. One alone get
 
 
 class StepOutput(NamedTuple):
-    """What one engine step gave."""
-
     finished: list[Completion]
     sampled: np.ndarray  # [N] int32: every token of this step, in the engine's order; goes into the digest
 
@@ -116,21 +114,15 @@ class Engine(ABC):
     @abstractmethod
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], version: PolicyVersion) -> None:
         """Overwrite weights in place; tokens of later steps carry `version`. KV is not touched: see `drop_cache`.
-
-        Args:
-            tensors: whole tensors under Hugging Face names; every tensor-parallel rank takes its part.
-        """
+        `tensors`: whole ones under Hugging Face names; every tensor-parallel rank takes its part."""
 
     @abstractmethod
     def served_shards(self) -> Iterator[TensorShard]:
-        """This rank's part of every weight, as views of what the engine computes with.
+        """This rank's part of every weight, as views of what the engine computes with. Raises WeightsError: it computes
+        with memory that cannot be inspected, or has a parameter of unknown layout.
 
         Hugging Face names; fused projections taken apart, vocabulary padding cut off, and `lm_head.weight` always
         reported by its own name from the module that computes logits, tied or not.
-
-        Raises:
-            WeightsError: the engine computes with memory that cannot be inspected, or has a parameter of unknown
-                layout.
         """
 
     @abstractmethod
@@ -171,14 +163,8 @@ class Engine(ABC):
 
 
 def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Refuse a request that no engine of this shape can serve.
-
-    Args:
-        max_model_len: longest prompt and completion together, in tokens.
-        vocab_size: token ids are in [0, vocab_size).
-
-    Raises:
-        RequestError: naming the request, the value and the limit.
+    """Refuse a request that no engine of this shape can serve. Raises RequestError, naming the request, the value and
+    the limit. `max_model_len`: longest prompt and completion together, in tokens. Token ids are in [0, `vocab_size`).
     """
 
     def refuse(problem: str) -> None:
@@ -205,9 +191,8 @@ def validate_request(request: GenerationRequest, *, max_model_len: int, vocab_si
         new = f"and {sampling.max_new_tokens} of max_new_tokens " if len(prompt) < max_model_len else ""
         problem = f"{len(prompt)} prompt tokens {new}do not fit into max_model_len ({max_model_len})"
         raise RequestTooLong(f"request {request.request_id!r}: {problem}")
-    temperature = sampling.temperature
-    if not math.isfinite(temperature) or temperature < 0 or 0 < temperature < LOWEST_TEMPERATURE:
-        refuse(f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {temperature}")
+    if sampling.temperature != 0 and not LOWEST_TEMPERATURE <= sampling.temperature < math.inf:
+        refuse(f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE}, got {sampling.temperature}")
     if not 0 < sampling.top_p <= 1:
         refuse(f"top_p must be in (0, 1], got {sampling.top_p}")
     if not 0 <= sampling.min_p <= 1:
@@ -261,7 +246,6 @@ class RunningRequest:
     prompt_routes: np.ndarray | None = None
 
     def add(self, token: int, logprob: float, now: float) -> None:
-        """Add the token of one step."""
         if not self.tokens:
             self.first_at = now
         self.tokens.append(token)

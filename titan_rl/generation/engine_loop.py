@@ -124,15 +124,9 @@ class EngineLoop:
         return self._ready
 
     def submit(self, requests: Sequence[GenerationRequest]) -> list[RequestError | None]:
-        """Queue the valid ones of these requests. Before the first verified pull they wait.
-
-        Returns:
-            One entry per request: None when it was queued.
-
-        Raises:
-            GeneratorNotServing: asleep, stale or not built yet; none was queued.
-            GeneratorFailed: crashed or closed, with the cause.
-        """
+        """Queue the valid ones of these requests; returns for each None, or why it was not queued. Before the first
+        verified pull they wait. Raises GeneratorNotServing: asleep, stale or not built yet; none was queued.
+        GeneratorFailed: crashed or closed, with the cause."""
         answers: list[RequestError | None] = []
         with self._changed:
             engine = self._leading_engine()

@@ -31,8 +31,6 @@ _DIGEST_BYTES = 8
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """The results of one decision."""
-
     completions: list[Completion] = field(default_factory=list)
     pieces: list[Piece] = field(default_factory=list)
     """On rank 0: new pieces of running streamed requests."""
@@ -41,32 +39,22 @@ class Outcome:
     freed_bytes: int = 0
 
 
+@dataclass(eq=False)
 class Lockstep:
     """An engine, and the digest of everything that was applied to it."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        rank: int,
-        ranks: Ranks,
-        load_publication: Callable[[Publication], Iterable[tuple[str, Tensor]]],
-        verify: Callable[[Publication, Engine], int],
-        keep_cache: bool = False,
-    ) -> None:
-        """
-        Args:
-            load_publication: whole tensors under Hugging Face names.
-            verify: compares the engine's weights with the manifest; returns the combined fingerprint. It runs on all
-                ranks or on none, so it may use collectives. Both raise WeightsError.
-            keep_cache: `GeneratorConfig.keep_prefix_cache`.
-        """
-        self.engine = engine
-        self.ranks = ranks
-        self._rank = rank
-        self._load_publication = load_publication
-        self._verify = verify
-        self._keep_cache = keep_cache
+    engine: Engine
+    rank: int
+    ranks: Ranks
+    load_publication: Callable[[Publication], Iterable[tuple[str, Tensor]]]
+    """Whole tensors under Hugging Face names. Raises WeightsError."""
+    verify: Callable[[Publication, Engine], int]
+    """Compares the engine's weights with the manifest; returns the combined fingerprint. It runs on all ranks or on
+    none, so it may use collectives. Raises WeightsError."""
+    keep_cache: bool = False
+    """`GeneratorConfig.keep_prefix_cache`."""
+
+    def __post_init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
 
     @property
@@ -80,7 +68,7 @@ class Lockstep:
         agrees with rank 0 or missed a decision, or the engine's own error."""
         if decision.digest != self.digest:
             raise InvariantError(
-                f"rank {self._rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): "
+                f"rank {self.rank} differs from rank 0 before decision {decision.sequence} ({decision.action}): "
                 f"digest {self.digest:016x}, rank 0 has {decision.digest:016x}; the ranks sampled different tokens, "
                 "loaded different weights or applied different decisions"
             )
@@ -91,7 +79,6 @@ class Lockstep:
         for request in decision.admit:
             self._hash.update(f"{request.request_id}|{request.seed}|{request.sampling}|".encode())
             self._hash.update(request.prompt_token_ids.astype(np.int32, copy=False).tobytes())
-        engine = self.engine
         match decision.action:
             case LoopAction.STEP:
                 return self._step(decision)
@@ -99,14 +86,14 @@ class Lockstep:
                 return self._pull(decision)
             case LoopAction.SLEEP:
                 timeline.doing("sleep")
-                completions = engine.abort(engine.running())
-                return Outcome(completions=completions, freed_bytes=engine.sleep())
+                completions = self.engine.abort(self.engine.running())
+                return Outcome(completions=completions, freed_bytes=self.engine.sleep())
             case LoopAction.WAKE:
                 timeline.doing("wake")
-                engine.wake()
+                self.engine.wake()
                 return self._pull(decision)
             case LoopAction.CLOSE:
-                return Outcome(completions=engine.abort(engine.running()))
+                return Outcome(completions=self.engine.abort(self.engine.running()))
             case LoopAction.IDLE:
                 return Outcome()
 
@@ -123,28 +110,27 @@ class Lockstep:
             timeline.doing("decode")
             self._hash.update(output.sampled.tobytes())
             completions += output.finished
-        return Outcome(completions=completions, pieces=engine.new_pieces() if self._rank == 0 else [])
+        return Outcome(completions=completions, pieces=engine.new_pieces() if self.rank == 0 else [])
 
     def _pull(self, decision: LoopDecision) -> Outcome:
         publication = decision.publication
         assert publication is not None
-        engine = self.engine
         timeline.doing("pull")
         fingerprint, error = None, None
         what = f"{publication.channel} {publication.version} cannot be served"
         try:
             self.ranks.together(what, lambda: self._load(publication))
             timeline.doing("verify")
-            fingerprint = self.ranks.together(what, lambda: self._verify(publication, engine))
+            fingerprint = self.ranks.together(what, lambda: self.verify(publication, self.engine))
         except WeightsError as failure:
             error = failure
         self._hash.update(f"loaded|{publication.version}|{fingerprint}|".encode())  # None: it failed
-        completions = engine.abort(engine.running()) if error else []
+        completions = self.engine.abort(self.engine.running()) if error else []
         return Outcome(completions=completions, pull_error=error)
 
     def _load(self, publication: Publication) -> None:
         # Read after the engine has drained: where reading fails on one rank, all have taken the same steps.
-        tensors = chain.from_iterable(map(self._load_publication, (publication,)))
+        tensors = chain.from_iterable(map(self.load_publication, (publication,)))
         self.engine.load_weights(tensors, publication.version)
-        if not self._keep_cache:
+        if not self.keep_cache:
             self.engine.drop_cache()

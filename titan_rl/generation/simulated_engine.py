@@ -37,12 +37,8 @@ def simulated_engine(config: GeneratorConfig, model_path: str | Path, device: st
 
 
 class SimulatedEngine(Engine):
-    """For tests of scheduling, and benchmarks of what stands above an engine.
-
-    Args:
-        vocab_size: of the tokens that are made up; the logprob of each is that of a uniform choice.
-        max_num_seqs: requests that advance in one step; the others wait in order.
-    """
+    """For tests of scheduling, and benchmarks of what stands above an engine. The logprob of every token is that of a
+    uniform choice. `max_num_seqs`: requests that advance in one step; the others wait in order."""
 
     tells_support = True  # all tokens are possible
 
@@ -71,11 +67,10 @@ class SimulatedEngine(Engine):
             running.add_prompt(ids, np.full(ids.shape, self._logprob))
 
     def step(self) -> StepOutput:
-        batch = list(self._running.values())[: self._max_num_seqs]
         now = self._clock()
         sampled: list[int] = []
         finished: list[Completion] = []
-        for running in batch:
+        for running in list(self._running.values())[: self._max_num_seqs]:
             request, sampling = running.request, running.request.sampling
             position = len(request.prompt_token_ids) + len(running.tokens)
             token = simulated_token(request.seed, position, self._vocab_size)

@@ -58,9 +58,6 @@ from titan_rl.generation.vllm.experts import adapt_experts
 from titan_rl.generation.vllm.packed import PackedMatrix, packed
 from titan_rl.generation.vllm.rows import TILE, halved_linear, row_linear
 
-LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""`(x [M, K], weight [N, K], bias [N] or None) -> [M, N]`."""
-
 AUTO, PACKED, PLAIN, DETERMINISTIC = "auto", "packed", "plain", "deterministic"
 
 PACKED_FROM = 192
@@ -136,7 +133,8 @@ class Linears:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def _function_of(self, layer: Any) -> LinearFunction:
+    def _function_of(self, layer: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+        """`(x [M, K], weight [N, K], bias [N] or None) -> [M, N]`."""
         if self._name != DETERMINISTIC:
             return linear
         # only a layer that ranks would sum over is halved

@@ -34,8 +34,6 @@ _BYTE_255 = {VocabType.BYTE_LEVEL: "\N{LATIN SMALL LETTER Y WITH DIAERESIS}", Vo
 
 
 class Constraints:
-    """Of one engine."""
-
     def __init__(self, manager: StructuredOutputManager, model_path: Path) -> None:
         self._manager: Any = manager
         self._model_path = model_path

@@ -55,7 +55,6 @@ _SLEEP_LEVEL = 2
 
 
 def engine_arguments(config: GeneratorConfig, model_path: Path, device: str) -> dict[str, Any]:
-    """Arguments of vLLM's `EngineArgs`."""
     return {
         "model": str(model_path),
         "dtype": config.dtype,
@@ -89,16 +88,9 @@ def _cpu_arguments(config: GeneratorConfig) -> dict[str, Any]:
 
 
 class VllmEngine(Engine):
-    """Build and use it in one thread.
-
-    Args:
-        model_path: checkpoint directory in Hugging Face format, for the architecture and the first weights.
-        device: "cpu" or "cuda".
-
-    Raises:
-        ConfigError: the process lacks a generator's environment variables, or `config.deterministic` cannot be kept on
-            this CPU.
-    """
+    """Build and use it in one thread, on a `device` "cpu" or "cuda". `model_path`: checkpoint directory in Hugging Face
+    format, for the architecture and the first weights. Raises ConfigError: the process lacks a generator's environment
+    variables, or `config.deterministic` cannot be kept on this CPU."""
 
     def __init__(self, config: GeneratorConfig, model_path: str | Path, device: str = "cpu") -> None:
         check_environment(device, tensor_parallel=config.tensor_parallel, deterministic=config.deterministic)
@@ -195,12 +187,11 @@ class VllmEngine(Engine):
 
     def _take(self, step: Sampled) -> None:
         """Append what a step sampled; the end of the next `step` reports it."""
-        scheduler = self._scheduler
         requests, tokens, logprobs, ended = step
         now = self._clock()
         # What has ended is not in vLLM's own numbers any more.
-        kv_use, self._kv_use = self._kv_use, scheduler.get_kv_cache_usage()
-        waiting = scheduler.get_request_counts()[1]
+        kv_use, self._kv_use = self._kv_use, self._scheduler.get_kv_cache_usage()
+        waiting = self._scheduler.get_request_counts()[1]
         batch = len(self._running) - waiting
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             running = self._running[request.request_id]
@@ -279,8 +270,7 @@ class VllmEngine(Engine):
         return running
 
     def _finish(self, request: Request, now: float) -> Completion:
-        reason = str(request.get_finished_reason())
-        if reason not in _FINISH_REASONS:
+        if (reason := str(request.get_finished_reason())) not in _FINISH_REASONS:
             raise GeneratorFailed(f"vLLM ended request {request.request_id!r} with {reason!r}")
         running = self._end(request.request_id)
         completion = running.complete(_FINISH_REASONS[reason], now)

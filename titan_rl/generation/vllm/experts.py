@@ -4,8 +4,6 @@ vLLM packs the experts' weights after loading and drops the originals: later wei
 expert's product is taken with the live weight, as linear layers' are (`adaptation.py`).
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

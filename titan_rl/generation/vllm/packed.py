@@ -35,8 +35,7 @@ class PackedMatrix:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """As `F.linear`; `weight` is not looked at."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._matrix, bias, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x, self._matrix, bias, "none", [], "")
 
     def boxes(self, first: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """Rows `first` to `end`: how many, and panels with them."""
@@ -51,8 +50,7 @@ class PackedMatrix:
 
 def packed(weight: Tensor) -> PackedMatrix | None:
     """A copy of a matrix [N, K]; None where this CPU packs this dtype in no layout that is known here."""
-    layout = _layout(weight.shape, weight.dtype)
-    if layout is None:
+    if (layout := _layout(weight.shape, weight.dtype)) is None:
         return None
     matrix, memory = _reordered(weight)
     return PackedMatrix(matrix, _panels(memory, weight.shape, *layout), len(weight))

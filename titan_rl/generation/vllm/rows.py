@@ -4,8 +4,6 @@ The engine computes with the products; a trainer that must come to the engine's 
 (`policy/models/bitwise.py`). Nothing of vLLM is imported before `load_kernels`, and then its kernels only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

@@ -23,8 +23,6 @@ looks at another row. For requests that ask, logits that are -inf after all mask
 likeliest tokens with their logprobs.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -181,12 +179,10 @@ class OwnSteps:
         if (decode := self._scheduler.plan_decode()) is not None:
             return self._decode(decode)
         plan = self._scheduler.schedule()
-        output = self._executor.execute_model(plan)
-        output = output or self._executor.sample_tokens(self._possible(plan))
+        output = self._executor.execute_model(plan) or self._executor.sample_tokens(self._possible(plan))
         for request_id, told in output.prompt_logprobs_dict.items():
             self._recorded[request_id].add_prompt(told.logprob_token_ids.numpy(), told.logprobs.numpy())
-        sampled: Sampled = self._scheduler.collect(plan, output)
-        return sampled
+        return self._scheduler.collect(plan, output)
 
     def drain(self) -> Sampled:
         """Nothing is under way between two steps."""
@@ -204,8 +200,7 @@ class OwnSteps:
         drawn = tokens[self._rows].tolist()
         for state, token in zip(self._states, drawn, strict=True):
             state.output_token_ids.append(token)
-        sampled: Sampled = self._scheduler.append_tokens(plan.requests, drawn, logprobs[self._rows].tolist())
-        return sampled
+        return self._scheduler.append_tokens(plan.requests, drawn, logprobs[self._rows].tolist())
 
     def _update(self, plan: DecodePlan) -> None:
         """Bring the batch up to the plan, as `_update_states` does."""
@@ -273,8 +268,7 @@ class OwnSteps:
 
     def _possible(self, plan: SchedulerOutput) -> Any:
         """Which tokens constraints allow. Where none does, as in a schema that nothing fits, a stop token ends it."""
-        grammar = self._scheduler.get_grammar_bitmask(plan)
-        if grammar is not None:
+        if (grammar := self._scheduler.get_grammar_bitmask(plan)) is not None:
             words = grammar.grammar_bitmask.view(np.uint32)
             for row, request_id in enumerate(grammar.structured_output_request_ids):
                 if not words[row].any():
@@ -324,5 +318,4 @@ class SeededSampling:
 
 def noise_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """One key per row, well mixed: [N] int64 of seeds [N] int64 and positions [N]."""
-    keys: np.ndarray = mix(seeds + (positions.astype(np.int64) + 1) * STEP)
-    return keys
+    return mix(seeds + (positions.astype(np.int64) + 1) * STEP)

@@ -127,24 +127,19 @@ def _rows(
 def _attention_heads(names: list[str], module: QKVParallelLinear) -> list[_Part]:
     """Query heads are split over all ranks. So are key and value heads, unless there are fewer than ranks: then several
     ranks hold the same head."""
-    query, key, value = names
-    q_rows = module.num_heads * module.head_size
-    k_rows = module.num_kv_heads * module.head_size
-    v_rows = module.num_kv_heads * module.v_head_size
-    kv_rank = module.tp_rank // module.num_kv_head_replicas
+    queries = module.num_heads, module.total_num_heads, module.tp_rank
+    keys = module.num_kv_heads, module.total_num_kv_heads, module.tp_rank // module.num_kv_head_replicas
+    sizes = module.head_size, module.head_size, module.v_head_size
     return [
-        _Part(query, q_rows, module.total_num_heads * module.head_size, module.tp_rank * q_rows),
-        _Part(key, k_rows, module.total_num_kv_heads * module.head_size, kv_rank * k_rows),
-        _Part(value, v_rows, module.total_num_kv_heads * module.v_head_size, kv_rank * v_rows),
+        _Part(name, heads * size, total * size, rank * heads * size)
+        for name, size, (heads, total, rank) in zip(names, sizes, (queries, keys, keys), strict=True)
     ]
 
 
 def _merged(names: list[str], module: MergedColumnParallelLinear) -> list[_Part]:
-    parts = []
-    for name, size in zip(names, module.output_sizes, strict=True):
-        rows = size // module.tp_size
-        parts.append(_Part(name, rows, size, module.tp_rank * rows))
-    return parts
+    rows = [size // module.tp_size for size in module.output_sizes]
+    parts = zip(names, rows, module.output_sizes, strict=True)
+    return [_Part(name, own, size, module.tp_rank * own) for name, own, size in parts]
 
 
 def _experts(path: str, name: str, data: Tensor, module: RoutedExperts) -> Iterator[TensorShard]:
