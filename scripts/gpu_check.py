@@ -501,7 +501,8 @@ def survives(device: str) -> Finding:
     if device == "cpu" or devices() >= 8:
         layout += " --generator.tensor_parallel 2 --trainer.data_parallel 2"
         if device == "cuda":
-            seen = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+            every = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")
+            seen = tuple({"CUDA_VISIBLE_DEVICES": ",".join(half)} for half in (every[:4], every[4:8]))
     else:
         layout += " --placement.ranks_per_device 4"
     layout += " --evaluation.target_exact_match 0.0"

@@ -100,7 +100,7 @@ class Tried:
         report = yield
         cell = self._cell(item)
         assert cell is not None
-        if report.when == "call" or not report.passed:
+        if report.failed or (report.when == "call" and report.passed):
             self.cells[cell] = self.cells.get(cell, True) and report.passed
         return report
 

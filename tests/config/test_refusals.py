@@ -115,12 +115,14 @@ def test_truncated_sampling_is_refused_where_a_run_trains_on_cuda():
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_replay_is_refused_where_a_mixture_of_experts_trains_on_cuda(replay):
+@pytest.mark.parametrize(("device", "engine"), [("cuda", "vllm"), ("cpu", "simulated"), ("cpu", "vllm")])
+def test_replay_is_refused_where_engines_do_not_say_which_experts_they_chose(device, engine, replay):
     config = config_registry.copy4()
-    config.placement.device, config.policy.tiny.architecture = "cuda", "qwen3_moe"
-    config.trainer.replay_routes = replay
+    config.placement.device, config.policy.tiny.architecture = device, "qwen3_moe"
+    config.trainer.replay_routes, config.generator.engine = replay, engine
     found = map(str, check_run(config, HostFacts(cpus=8, cuda_devices=(0, 1, 2))))
-    assert any(each.startswith("trainer.replay_routes: not on CUDA") for each in found) == replay
+    refused = replay and (device, engine) != ("cpu", "vllm")
+    assert any(each.startswith("trainer.replay_routes: neither on CUDA nor") for each in found) == refused
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_every_sampled_token_of_any_program_is_trained_once_behind_what_it_was_s
             if asked_messages is not None:
                 histories.append([*asked_messages, answer])
                 naive.answered.append((histories[-1], tools, *expected[-1][:2]))
+    assert_trained_once(program.trajectory, expected)
     assert_trained_once(program.trajectory.close(), expected)
 
 

@@ -276,3 +276,11 @@ def test_random_conversations_train_what_was_sampled_once_and_in_its_place(turns
         assert branch.loss_mask.any() and not branch.loss_mask[0]
         assert not branch.logprobs[~branch.loss_mask].any()
         assert (branch.versions[~branch.loss_mask] == NO_VERSION).all()
+
+
+def test_what_no_turn_tells_of_a_branch_is_not_known():
+    """The longest prefix that is known belongs to a turn before that was given it."""
+    tree = TokenTree([turn_of([1, 2, 3, 4, 5], routed([9], 5)), turn_of([1, 2], routed([3], 2))])
+    tree.add(turn_of([1, 2, 3, 4, 6], routed([7], 5, told_from=2)))
+    (last,) = [each for each in samples_of(tree) if each.token_ids.tolist() == [1, 2, 3, 4, 6, 7]]
+    assert last.routes[:, 0, 0].tolist() == [-1, -1, 2, 3, 4, -1] and last.unrouted == 1

@@ -139,6 +139,7 @@ class Search:
     async def run(self, seconds: float) -> Candidate | None:
         """The best candidate, found within about so many seconds; None: the first trial failed, or all."""
         print_line, asked = self._console.print, time.monotonic()
+        best, kept = None, self._directory / "best.toml"
         tried = candidates(self._config)
         trainer = self._config.trainer
         if trainer.warmup.steps and not trainer.lora.r and trainer.dtype == "float32":  # else what is saved is rounded
@@ -159,13 +160,13 @@ class Search:
                 await self.trial(candidate, length)
                 values = ", ".join(f"{key} {value}" for key, value in _shown(candidate).items())
                 print_line(f"  {length} steps  reward {candidate.scores[-1]:.3f}  {values}")
-            best, *_ = entered = better_half(entered)
-            if best.scores[-1] == -math.inf:
-                return None
-            kept = self._directory / "best.toml"  # so far, where the search is stopped
-            kept.write_text(to_toml(variant(self._untaught, best.settings)), encoding="utf-8")
-        print_line(result_table(tried, best))
-        print_line(f"titan-rl train --config {kept}")
+            entered = better_half(entered)
+            if entered[0].scores[-1] > -math.inf:
+                best = entered[0]  # so far, where the search is stopped
+                kept.write_text(to_toml(variant(self._untaught, best.settings)), encoding="utf-8")
+        if best is not None:
+            print_line(result_table(tried, best))
+            print_line(f"titan-rl train --config {kept}")
         return best
 
 

@@ -230,7 +230,8 @@ def _routes(path: Sequence[_Node]) -> np.ndarray | None:
             continue
         told = node.turn.completion
         if not node.start and told.prompt_routes is not None and done < start - 1:
-            routes[done : start - 1] = told.prompt_routes[done - start + 1 :]  # an earlier turn may tell the first ones
+            new = told.prompt_routes[done - start + 1 :]  # earlier turns may have told the first ones
+            routes[start - 1 - len(new) : start - 1] = new
         if told.routes is not None:
             routes[start - 1 : place - 1] = told.routes[node.start :][: len(node.token_ids)]
         done = place - 1

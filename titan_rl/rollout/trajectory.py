@@ -154,8 +154,9 @@ class Trajectory:
 
     @cached_property
     def tree(self) -> TokenTree:
-        """The tokens of all turns, to be read when the rollout is over."""
-        return TokenTree(self.turns)
+        """The tokens of all turns, to be read when the rollout is over. Shorter prompts come first: else a longer one
+        could hold, as given, what was sampled after them, and `Prompt.known` would count what nobody tells."""
+        return TokenTree(sorted(self.turns, key=lambda turn: len(turn.prompt_token_ids)))
 
     @property
     def graded_last(self) -> list[Turn]:

@@ -97,6 +97,7 @@ class SharedMemoryPublisher:
         """Store this rank's shards in a free slot, cast to `dtype`. Collective. Raises WeightsError on all ranks, and
         no version is harmed: no free slot (names the live versions), shards that do not cover a tensor, ranks that
         disagree, or too little room (says how much).
+
         Args:
             shards: this rank's; a rank may lack names of which it holds nothing. Those with `counted` are written.
             dtype: float32 or bfloat16, what engines compute with; fingerprints are taken after the cast.
