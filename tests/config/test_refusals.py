@@ -286,7 +286,7 @@ def test_a_local_checkpoint_directory_is_accepted(tmp_path, started):
         (
             "config.json",
             {"model_type": "gemma"},
-            "config.json: model_type is 'gemma'; the trainer computes 'qwen3', 'qwen3_moe', 'llama' only",
+            "model_type is 'gemma'; the trainer computes 'qwen3', 'qwen3_moe', 'llama' only (policy.architecture",
         ),
         ("config.json", {"vocab_size": "many"}, "config.json lacks a size of the model, or says it wrong: "),
         ("config.json", b"{", "config.json cannot be read as JSON: "),

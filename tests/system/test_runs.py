@@ -31,6 +31,40 @@ def readme_example() -> str:
     return (REPOSITORY / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
 
 
+OWN_FAMILY = """
+from typing import ClassVar
+
+from torchtitan.models.common.param_init import skip_param_init
+
+from titan_rl.policy.models.llama3 import Llama3
+
+NAMES = {f"self_attn.{each}": f"attention.qkv_linear.w{each}" for each in "qkv"} | {"self_attn.o": "attention.wo"}
+NAMES |= {"mlp.gate": "feed_forward.w1", "mlp.up": "feed_forward.w3", "mlp.down": "feed_forward.w2"}
+
+
+class Biased(Llama3, frozen=True, kw_only=True):
+    computed: ClassVar = Llama3.computed | {"attention_bias": (True,), "mlp_bias": (True,)}
+
+    def layer_tensors(self):
+        shapes = super().layer_tensors()
+        return shapes | {f"{name}_proj.bias": shapes[f"{name}_proj.weight"][:1] for name in NAMES}
+
+    def layer(self, attention):
+        layer = super().layer(attention)
+        qkv, ffn = layer.attention.qkv_linear, layer.feed_forward
+        for linear in (qkv.wq, qkv.wkv, layer.attention.wo, ffn.w1, ffn.w2, ffn.w3):
+            linear.bias, linear.param_init = True, linear.param_init | {"bias": skip_param_init}
+        return layer
+
+    def adapter(self, config):
+        adapter = super().adapter(config)
+        for theirs, ours in NAMES.items():
+            adapter.from_hf_map[f"model.layers.{{}}.{theirs}_proj.bias"] = f"layers.{{}}.{ours}.bias"
+        return adapter
+"""
+"""Llama with a bias in every matrix of a layer."""
+
+
 def run_directory(runs: Path) -> Path:
     (directory,) = runs.iterdir()
     return directory
@@ -40,11 +74,15 @@ def run_directory(runs: Path) -> Path:
 def test_the_task_of_the_readme_is_trained_and_shown_under_torchrun_and_its_checkpoint_scores_the_same(
     tmp_path: Path, steps: int
 ) -> None:
-    """By the reward alone, which 250 steps are enough for to learn it."""
+    """By the reward alone, which 250 steps are enough for to learn it. In 30 by a family of models of one's own."""
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "1", "-m", "titan_rl.train")
     task = tmp_path / "double.py"
     task.write_text(readme_example())
     settings = ("--loop.steps", str(steps), "--trainer.warmup.steps", "0", "--evaluation.prompts", "50")
+    if steps == 30:
+        family = tmp_path / "biased.py"
+        family.write_text(OWN_FAMILY)
+        settings += ("--policy.tiny.architecture", f"{family}:Biased")
     run = start_run(str(task), *settings, runs=tmp_path / "runs", program=torchrun)
     output = finish(run)
     assert run.returncode == 0, output

@@ -13,7 +13,7 @@
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from titan_rl.actors.router_client import RouterClient
@@ -78,18 +78,21 @@ class Publications:
 
     async def publish_again(self, directory: Path, version: PolicyVersion, holders: set[str]) -> Publication:
         """Publish a version that the checkpoint in `directory` keeps."""
-        return await self._add(self._trainer.publish_again(directory, version), set(holders))
+        return await self._add(await self._trainer.publish_again(directory, version), set(holders))
 
     async def _push(self, holders: set[str]) -> Publication:
         """A push that has begun comes to its end, also if nobody waits for it any more: the trainer's ranks do not hear
         of that, and what they publish must be freed."""
-        pushing = asyncio.ensure_future(self._add(self._trainer.push_model_state_dict(), holders))
+
+        async def push() -> Publication:
+            return await self._add(await self._trainer.push_model_state_dict(), holders)
+
+        pushing = asyncio.ensure_future(push())
         self._pushing.add(pushing)
         pushing.add_done_callback(self._pushing.discard)
         return await asyncio.shield(pushing)
 
-    async def _add(self, publishing: Awaitable[Publication], holders: set[str]) -> Publication:
-        publication = await publishing
+    async def _add(self, publication: Publication, holders: set[str]) -> Publication:
         before = self.newest
         self._live[publication.version] = publication
         self._holders[publication.version] = holders

@@ -83,7 +83,7 @@ async def weights_player(command: Command, config: RunConfig, weights: str, opti
 
     with tempfile.TemporaryDirectory() as scratch:
         directory = hf_directory(weights, Path(scratch), options["say"])
-        config = replace(config, policy=PolicyConfig(path=str(directory)))
+        config = replace(config, policy=PolicyConfig(path=str(directory), architecture=config.policy.family))
         if "generator.max_model_len" not in command.given:
             config = serve.with_checkpoint_length(config)
         config = ServeConfig.of(config, GatewayConfig(port=0, rollout_keys=True))

@@ -46,7 +46,8 @@ class PolicyConfig:
     """Which weights training starts from. Exactly one of `path` and `tiny`."""
 
     path: str = ""
-    """Directory of a checkpoint of Qwen3, Qwen3 MoE or Llama 3 in Hugging Face format (config.json, *.safetensors)."""
+    """Directory of a checkpoint in Hugging Face format (config.json, *.safetensors): of Qwen3, Qwen3 MoE, Llama 3, or
+    the family that `policy.architecture` names."""
     architecture: str = ""
     """A family of your own, that checkpoints of its `model_type` have: `file.py:Name`."""
     tiny: TinyPolicyConfig | None = None

@@ -67,7 +67,7 @@ def trainer_memory(config: TrainerConfig, shape: Architecture) -> dict[str, floa
     """Of one rank, at the peak of a step of full micro-batches."""
     share, split = config.replicas / config.ranks, config.tensor_parallel
     trained = learning(config, shape) * share
-    teacher = read_shape(Path(config.kl.teacher)) if config.kl.teacher else shape
+    teacher = read_shape(Path(config.kl.teacher), type(shape)) if config.kl.teacher else shape
     frozen = parameters(teacher) * (config.kl.coefficient > 0)
     width = _WIDTH[config.dtype]
     head = math.prod(shape.tensor_shapes()[EMBEDDING]) / split

@@ -32,7 +32,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request
 
-from titan_rl.errors import GeneratorFailed
+from titan_rl.errors import ConfigError, GeneratorFailed
 from titan_rl.generation.config import GeneratorConfig, check_environment
 from titan_rl.generation.engine import Engine, RunningRequest, StepOutput
 from titan_rl.generation.vllm import weights
@@ -114,6 +114,10 @@ class VllmEngine(Engine):
         self._scheduler: Any = core.scheduler
         self._block_hasher = core.request_block_hasher
         self._params = lru_cache(_CACHED_SAMPLINGS)(self._vllm_params)
+        if self.llm_engine.model_config.using_transformers_backend():
+            raise ConfigError(
+                "vLLM has no model of its own for this family: it would compute with transformers' layers"
+            )
         vocab_size = self.llm_engine.model_config.get_vocab_size()
         super().__init__(max_model_len=config.max_model_len, vocab_size=vocab_size)
         self._tied: bool = self.llm_engine.model_config.hf_text_config.tie_word_embeddings

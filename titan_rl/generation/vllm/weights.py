@@ -55,10 +55,10 @@ def served_shards(model: torch.nn.Module, *, packed: bool = True) -> Iterator[Te
                 yield from _rows(data, name, _attention_heads(_part_names(path, fused), module))
             elif kind is MergedColumnParallelLinear:
                 yield from _rows(data, name, _merged(_part_names(path, fused), module))
-            elif kind is RowParallelLinear:
+            elif kind is RowParallelLinear and name == "weight":
                 rows, columns = data.shape
                 yield from _rows(data, name, [_Part(path, rows, rows, 0)], module.input_size, module.tp_rank * columns)
-            elif kind is RMSNorm:
+            elif kind is RMSNorm or kind is RowParallelLinear:  # its bias, which the first rank adds
                 yield from _rows(data, name, [_Part(path, data.shape[0], data.shape[0], 0)])
             elif kind is GateLinear:  # the block has it too, but the experts compute with theirs
                 if path.endswith(experts := ".experts.gate"):

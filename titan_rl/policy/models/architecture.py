@@ -30,6 +30,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         "hidden_act": ("silu",),
         "attention_bias": (False,),
         "attention_dropout": (0.0,),
+        "sliding_window": (None,),
+        "partial_rotary_factor": (1.0,),
         "rope_type": ("default",),
     }
     """Settings of `config.json`, and what values of each the trainer computes: first that of an absent one."""
@@ -136,8 +138,8 @@ ARCHITECTURES = {
 }
 
 
-def read_shape(directory: Path, own: str = "") -> Architecture:
-    """Sizes from `config.json`, in the layout of transformers 4 or 5. `own`: names a further family.
+def read_shape(directory: Path, own: str | type[Architecture] = "") -> Architecture:
+    """Sizes from `config.json`, in the layout of transformers 4 or 5. `own`: a further family, or its name.
 
     Raises:
         ConfigError: no or broken config.json, another architecture, or a variant of one that the trainer's model does
@@ -150,11 +152,16 @@ def read_shape(directory: Path, own: str = "") -> Architecture:
         raise ConfigError(f"{directory} is no checkpoint directory: it has no config.json") from None
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
-    names = [*ARCHITECTURES, own] if own else ARCHITECTURES
-    families = {each.model_type: each for each in (import_name(name, ARCHITECTURES, Architecture) for name in names)}
+    kinds = [import_name(name, ARCHITECTURES, Architecture) for name in ARCHITECTURES]
+    if own:
+        kinds.append(import_name(own, ARCHITECTURES, Architecture) if isinstance(own, str) else own)
+    families = {each.model_type: each for each in kinds}
     if (family := families.get(kind := str(config.get("model_type")))) is None:
         known = ", ".join(map(repr, families))
-        raise ConfigError(f"{file}: model_type is {kind!r}; the trainer computes {known} only")
+        remedy = "policy.architecture names a family of your own"
+        raise ConfigError(f"{file}: model_type is {kind!r}; the trainer computes {known} only ({remedy})")
+    if config.get("use_sliding_window") is False:
+        config["sliding_window"] = None  # Qwen's files name one that they do not use
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     rope_type = rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     for name, wanted in family.computed.items():

@@ -201,7 +201,7 @@ def _adapters(state: Mapping[str, Tensor], names: Any) -> dict[str, Tensor]:
 def frozen_policy(policy: Policy, config: TrainerConfig, teacher: Path | None = None) -> Policy:
     """The policy with its weights as they are now, bit for bit, or with empty ones a teacher's, sharded like it. It
     never learns: no gradient, no optimizer."""
-    shape = policy.shape if teacher is None else read_shape(teacher)
+    shape = policy.shape if teacher is None else read_shape(teacher, type(policy.shape))
     lora = config.lora if teacher is None else LoraConfig()  # a teacher is all in its checkpoint
     # Nothing is kept for a backward pass, so there is nothing to recompute in one. Its router chooses for itself.
     config = dataclasses.replace(config, activation_checkpointing="none", lora=lora, replay_routes=False)
