@@ -343,6 +343,9 @@ def test_a_reward_that_pays_for_length_is_named():
 
 def test_a_reward_that_rises_while_nothing_held_out_becomes_right_pays_for_something_else():
     run = run_of(rollout__reward_mean=RISING, evaluation__exact_match=[0.0, 0.01], rollouts=[ROLLOUT])
+    assert "The reward pays for something else" not in titles(run), "parts of what is right may come first"
+    risen = [0.1] * (STEPS // 2) + [0.4] * (STEPS - STEPS // 2)
+    run = run_of(rollout__reward_mean=risen, evaluation__exact_match=[0.0, 0.01], rollouts=[ROLLOUT])
     found = said(run, "The reward pays for something else")
     assert "held-out exact match not" in found.text and "`titan-rl watch run`" in found.do
     wrong = [structs.replace(ROLLOUT, wanted="12", answer="RUN", reward=reward) for reward in (0.9, 0.2)]

@@ -86,6 +86,12 @@ def change_of(values: Sequence[float]) -> tuple[float, float, bool] | None:
     return before, after, abs(after - before) > SURE * error
 
 
+def still_rises(values: Sequence[float]) -> bool:
+    """In the second half."""
+    end = change_of(values[len(values) // 2 :])
+    return end is not None and end[2] and end[1] > end[0]
+
+
 def late(run: Run, name: str) -> float | None:
     """Mean over the last third of the steps."""
     change = change_of(run.values(name))
@@ -160,7 +166,6 @@ def _reward(run: Run) -> Iterator[Finding]:
     if (change := change_of(rewards)) is None:
         return
     before, after, sure = change
-    end = change_of(rewards[len(rewards) // 2 :])
     said = f"Mean reward was {before:.3f} in the first third of the steps and {after:.3f} in the last."
     if after >= TOP_SHARE * _largest_reward(run, max(rewards)) > 0:
         return
@@ -172,7 +177,7 @@ def _reward(run: Run) -> Iterator[Finding]:
         yield Finding(Kind.PROBLEM, "Reward is flat", text, do, name)
     elif after < before:
         yield Finding(Kind.PROBLEM, "Reward falls", said, to_set(run, {LR: LOWER}), name)
-    elif run.summary and not (_solved(run) or _settled(run)) and end and end[2] and end[1] > end[0]:
+    elif run.summary and not (_solved(run) or _settled(run)) and still_rises(rewards):
         do = f"Set --loop.steps {2 * len(rewards)}; `titan-rl train --resume RUN` takes it, too."
         yield Finding(Kind.WARNING, "It was still learning when the run ended", said, do, name)
 
@@ -297,6 +302,8 @@ def _pays_for_something_else(run: Run) -> Iterator[Finding]:
     if varied and abs(pays := correlation(lengths, rewards)) > CORRELATED:
         which = "Longer" if pays > 0 else "Shorter"
         text = f"{which} answers get more reward (correlation {pays:.2f}), and held-out answers are not right for it."
+    elif still_rises(run.values(SCORES[-1])):  # parts of a right answer may pay before the whole of it is found
+        return
     elif change[2] and change[1] > change[0] + APART and (late(run, "rollout/truncated_share") or 0.0) <= MOSTLY_CUT:
         text = f"Mean reward rose from {change[0]:.2f} to {change[1]:.2f}, held-out exact match not."
     else:
