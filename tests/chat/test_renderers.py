@@ -277,3 +277,16 @@ def test_text_that_no_tokenizer_can_write_is_refused(chat_path):
         chat.render([Message("user", "\ud800")])
     with pytest.raises(TaskError, match="cannot write"):
         chat.extend([1], [2], [Message("user", "\ud800")])
+
+
+def test_a_symbol_may_say_where_a_turn_of_the_policy_begins(tmp_path):
+    tokens = ("<tool>", "</tool>", "<answer>")
+    renderer = SymbolRenderer(make_tiny_policy(TinyPolicyConfig(symbols="01=", special_tokens=tokens), tmp_path))
+    (mark,) = renderer.encode("<answer>")
+    prompt = renderer.render([Message("user", "01")])
+    assert prompt == [*renderer.encode("01"), mark]
+    said = renderer.say(Message("assistant", "1"))
+    later = [Message("user", "0")]
+    whole = [*prompt, *said, *renderer.extend(prompt, said, later)]
+    assert whole[-2:] == [*renderer.encode("0"), mark] and mark not in said
+    assert renderer.render([Message("user", "01"), Message("assistant", "1"), *later]) == whole

@@ -11,7 +11,7 @@ from titan_rl.environments.base import find_task
 from titan_rl.errors import ConfigError, TaskError
 from titan_rl.isolation.wire import TaskInfo
 from titan_rl.rollout.config import EnvironmentConfig
-from titan_rl.run.first_settings import Survey, choose, survey
+from titan_rl.run.first_settings import Survey, choose, is_marked, survey
 from titan_rl.train import VERB, for_task
 from titan_rl.types import ToolSpec
 
@@ -57,6 +57,27 @@ def test_symbols_and_room_come_from_prompts_and_right_answers(tmp_path):
     assert chosen["generator.max_model_len"] == 32 and "rollout.max_turns" not in chosen
     assert found.best == 1 and found.demonstrations
     assert "rollout.most_samples" not in chosen, "right answers are taught"
+
+
+def test_where_prompts_do_not_say_where_they_end_a_symbol_does(tmp_path):
+    _, chosen = chosen_for(SWAP, tmp_path)
+    assert "policy.tiny.special_tokens" not in chosen
+    _, chosen = chosen_for(SWAP.replace("{b}=", "{b}"), tmp_path)
+    assert chosen["policy.tiny.special_tokens"] == ("<answer>",)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "answers", "marked"),
+    [
+        (["ab=", "a="], ["b"], True),
+        (["ab=", "a"], ["b"], False),
+        (["ab=", "a="], ["b=a"], False),
+        (["a=b=", "a="], ["b"], False),
+        ([], [], False),
+    ],
+)
+def test_a_prompts_end_is_marked_by_a_character_that_is_nowhere_else(prompts, answers, marked):
+    assert is_marked(prompts, answers) is marked
 
 
 def test_groups_may_grow_where_nothing_at_random_is_rewarded_and_nobody_shows_what_is():

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from dataclasses import replace
 
 import pytest
+import tomli
+from rich.console import Console
 
 from titan_rl.config_registry import task
 from titan_rl.playing.tune import (
@@ -12,6 +16,7 @@ from titan_rl.playing.tune import (
     FEWEST_STEPS,
     SAMPLES,
     Candidate,
+    Search,
     better_half,
     candidates,
     plan_of,
@@ -67,3 +72,33 @@ def test_the_better_half_goes_on_and_a_trial_that_failed_does_not():
     entered = [Candidate({"n": number}, [score]) for number, score in enumerate(scores)]
     assert [each.settings["n"] for each in better_half(entered)] == [2, 0]
     assert better_half(entered[:1]) == entered[:1]
+
+
+def search_of(tmp_path, scored, stop_after=99):
+    """A search whose trials get these scores by their number."""
+    config = replace(task(), trainer=replace(task().trainer, warmup=replace(task().trainer.warmup, steps=0)))
+    search = Search(config, None, tmp_path, Console(quiet=True))
+    done = []
+
+    async def trial(candidate, steps):
+        if len(done) > stop_after:
+            raise KeyboardInterrupt
+        done.append(candidate)
+        candidate.scores.append(scored(candidate, len(done)))
+        return 0.1
+
+    search.trial = trial
+    return search
+
+
+def test_the_best_of_the_rounds_that_have_ended_is_kept_when_a_search_is_stopped(tmp_path):
+    def scored(candidate, number):
+        return candidate.settings[LR] if number < 11 else -math.inf
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(search_of(tmp_path, scored, stop_after=9).run(600))  # one before the first round, which has eight
+    kept = tomli.loads((tmp_path / "best.toml").read_text())
+    assert kept["trainer"]["optimizer"]["lr"] == 3e-3
+    best = asyncio.run(search_of(tmp_path / "..", scored).run(600))
+    assert best is not None and best.settings[LR] == 3e-3, "all trials of later rounds failed"
+    assert asyncio.run(search_of(tmp_path, lambda *_: -math.inf).run(600)) is None

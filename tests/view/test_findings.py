@@ -356,7 +356,7 @@ def test_a_reward_that_rises_while_nothing_held_out_becomes_right_pays_for_somet
 def test_held_out_prompts_that_do_worse_are_told():
     run = run_of(rollout__reward_mean=[0.9] * STEPS, evaluation__reward=[0.1, 0.5], rollouts=[ROLLOUT])
     found = said(run, "Evaluation differs from training")
-    assert "0.90 in training and 0.50" in found.text and "`titan-rl try run --held-out`" in found.do
+    assert "0.90 in training and 0.50" in found.text and "`titan-rl try run --policy run`" in found.do
     few = replace(run, config={"loop.prompts": 50})
     assert "--loop.prompts 200; it is 50" in said(few, "Evaluation differs from training").do
 

@@ -25,6 +25,8 @@ END, MOST_MESSAGES = 0, 1 << 31
 """The stop token of messages that are tokens; how many of them there may be."""
 UNKNOWN = "<unknown>"
 """Symbol that stands for a reply that the tokenizer cannot write."""
+ANSWER = "<answer>"
+"""Symbol after which a turn of the policy begins."""
 
 Tokens = Sequence[int]
 Messages = Sequence[Message]
@@ -104,6 +106,8 @@ class SymbolRenderer(Renderer):
     - If it has `<unknown>`, that is what the policy reads where a reply to it (of a tool, a task or a program) has
       characters without a symbol: a reply that nobody foresaw costs its reward, and not the rollout. What it is asked
       first must be written in full.
+    - If it has `<answer>`, that comes before each turn of the policy. Without it nothing but the prompts themselves
+      says where they end: "reverse ab" may be asked "reverse ab", or "reverse a" of whose answer "b" was said.
     """
 
     def __init__(self, model_path: str | Path):
@@ -117,6 +121,7 @@ class SymbolRenderer(Renderer):
             self._call_end = self._ids[CALL_END]
             self.stop_token_ids = (*self.stop_token_ids, self._call_end)
         self._marks_results = {RESULT, RESULT_END} <= self._ids.keys()
+        self._mark = [self._ids[ANSWER]] if ANSWER in self._ids else []
         longest_first = sorted(self._ids, key=len, reverse=True)
         self.longest_token = len(longest_first[0])
         self._symbol = re.compile("|".join(map(re.escape, longest_first)) + "|(.)", re.DOTALL)
@@ -125,13 +130,12 @@ class SymbolRenderer(Renderer):
         if tools:
             self._only_argument(tools)  # only checked: symbols cannot describe a tool to the policy
         answered = itertools.accumulate((message.role == "assistant" for message in messages), operator.or_)
-        parts = map(self._tokens_of, messages, answered)
-        return [token_id for part in parts for token_id in part]
+        return self._joined(map(self._tokens_of, messages, answered))
 
     def extend(self, prompt: Tokens, completion: Tokens, messages: Messages, tools: Tools = ()) -> list[int]:
         if tools:
             self._only_argument(tools)
-        return [token_id for message in messages for token_id in self._tokens_of(message, reply=True)]
+        return self._joined(self._tokens_of(message, reply=True) for message in messages)
 
     def parse(
         self, completion: Tokens, finish_reason: FinishReason, prompt: Iterable[int] = (), tools: Tools = ()
@@ -161,10 +165,13 @@ class SymbolRenderer(Renderer):
             raise TaskError(f"a tokenizer of symbols can call one tool with one argument, as {call}, not {names}")
         return tools[0].name, next(iter(arguments))
 
+    def _joined(self, parts: Iterable[list[int]]) -> list[int]:
+        return [*itertools.chain.from_iterable(parts), *self._mark]
+
     def _tokens_of(self, message: Message, reply: bool) -> list[int]:
         """Turns of the policy end as it ends them, so that a conversation sent whole has its very tokens."""
         if message.role == "assistant":
-            return self.say(message)
+            return [*self._mark, *self.say(message)]
         text = self._text_of(message)
         if reply and UNKNOWN in self._ids and any(match[1] is not None for match in self._symbol.finditer(text)):
             text = self._text_of(message._replace(content=UNKNOWN))

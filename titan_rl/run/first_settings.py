@@ -17,7 +17,7 @@ from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from titan_rl.chat.renderer import CALL, CALL_END, RESULT, RESULT_END, UNKNOWN
+from titan_rl.chat.renderer import ANSWER, CALL, CALL_END, RESULT, RESULT_END, UNKNOWN
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import TOOL_ERROR, Demonstration, Environment
@@ -29,8 +29,8 @@ from titan_rl.run.players import Player, PolicyTurn, message_player
 from titan_rl.seeding import derive_seed
 from titan_rl.types import FailureKind, FinishReason, GenerationRequest, Message, Purpose, ToolCall
 
-LOOKED_AT = 2_000
-"""Training prompts whose texts are read."""
+LOOKED_AT = 20_000
+"""Training prompts whose texts are read: a character that none of them has fails the rollouts that do."""
 GROUPS, FEWEST_GROUPS, SAMPLES = 24, 8, 16
 """Played with answers at random."""
 LONGEST_SECONDS = 20.0
@@ -99,6 +99,8 @@ class Survey:
     """Share of answers at random that are right."""
     longest_call: int = 0
     """Of the longest argument of a tool in a demonstration."""
+    marked: bool = False
+    """Whether each prompt ends with one character that is nowhere else."""
 
 
 @dataclass(slots=True)
@@ -132,6 +134,8 @@ async def survey(config: RunConfig) -> Survey:
         for prompt in (*check.training, *check.held_out):
             found.prompt = max(found.prompt, sum(len(message.content) for message in prompt))
             found.texts.update(*(message.content for message in prompt))
+        asked = ["".join(message.content for message in prompt) for prompt in (*check.training, *check.held_out)]
+        found.marked = is_marked(asked, check.answers)
         task = import_name(config.environment.name, SHORT_NAMES)
         if task.demonstration is not Environment.demonstration:
             await _demonstrations(player, speaker, found)
@@ -158,6 +162,13 @@ async def survey(config: RunConfig) -> Survey:
         answered = all(check.answers[: len(check.training)])
         found.demonstrations |= at_once and answered and right >= worst_right
         return found
+
+
+def is_marked(prompts: Sequence[str], answers: Iterable[str]) -> bool:
+    """Whether a character says where every prompt ends."""
+    ends = {prompt[-1:] for prompt in prompts}
+    elsewhere = {character for text in (*(prompt[:-1] for prompt in prompts), *answers) for character in text}
+    return len(ends) == 1 and not ends & elsewhere
 
 
 async def _demonstrations(player: Player, speaker: _Speaker, found: Survey) -> None:
@@ -243,29 +254,35 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
     info, symbols = found.info, "".join(sorted(found.texts))
     one_tool = len(info.tools) == 1 and len(info.tools[0].parameters.get("properties", {})) == 1
     by_bytes = by_bytes or trained or len(symbols) > MOST_SYMBOLS or (bool(info.tools) and not one_tool)
-    turn, around, width = found.answer, 0, 1
+    turn, around, width, mark = found.answer, 0, 1, 0
     if by_bytes:
         many = len(symbols) > MOST_SYMBOLS
         why = f"{len(symbols)} different characters" if many else "symbols can call one tool with one argument"
         add("policy.tiny.tokenizer", "chat", f"{why}: the policy writes bytes in a chat format")
-        width, around = max(len(each.encode()) for each in symbols), MARKS
+        width, around, mark = max(len(each.encode()) for each in symbols), MARKS, MARKS
         if info.tools:
             turn = max(turn, found.longest_call + MARKS)
             around += TOOL_MARKS + sum(len(f"{tool.description}{tool.parameters}") for tool in info.tools)
     else:
         add("policy.tiny.symbols", symbols, f"the {len(symbols)} characters of its prompts and answers")
+        marks: tuple[str, ...] = ()
+        said = []
+        if not found.marked or info.tools or info.multi_turn or info.plays:
+            marks, mark, said = (ANSWER,), 1, [f"{ANSWER} says where a prompt ends"]
         if info.tools:
-            marks = (CALL, CALL_END, RESULT, RESULT_END, UNKNOWN)
-            add("policy.tiny.special_tokens", marks, f"to call its tool; {UNKNOWN} is read for what nobody foresaw")
+            marks = (*marks, CALL, CALL_END, RESULT, RESULT_END, UNKNOWN)
+            said += [f"others call its tool; {UNKNOWN} is read for what nobody foresaw"]
             turn = max(turn, (found.longest_call or min(found.prompt, LONGEST_GUESS)) + 2)
         elif info.multi_turn or info.plays:
-            add("policy.tiny.special_tokens", (UNKNOWN,), "is read for a reply with other characters")
+            marks, said = (*marks, UNKNOWN), [*said, f"{UNKNOWN} is read for a reply with other characters"]
+        if marks:
+            add("policy.tiny.special_tokens", marks, "; ".join(said))
     new = width * turn + 2  # one that is too long costs reward, so that ending is learned
     why = f"the longest right answer has {width * turn}; one ends it, one is too many"
     if trained and new < LEAST_THOUGHT:
         new, why = LEAST_THOUGHT, "room to think"
     turns = max(found.turns, 2 if info.multi_turn or info.tools else 1)
-    length = width * found.prompt + around + turns * (new + width * found.reply + MARKS * by_bytes)
+    length = width * found.prompt + around + turns * (new + width * found.reply + mark)
     length = -(-length // 32) * 32
     if trained and length > positions:
         new = max(2, min(new, positions // (2 * turns)))

@@ -317,7 +317,7 @@ def _evaluation_differs(run: Run) -> Iterator[Finding]:
     if trained is not None and len(held_out) > 1 and trained - held_out[-1] > APART * abs(_largest_reward(run)):
         text = f"Mean reward is {trained:.2f} in training and {held_out[-1]:.2f} on held-out prompts."
         more = to_set(run, {"loop.prompts": 4}) or "Give the task more different prompts to train on."
-        do = f"{more} Compare `titan-rl try RUN` and `titan-rl try RUN --held-out`: are they of one kind (`held_out`)?"
+        do = f"{more} Compare `titan-rl try RUN --policy RUN` with and without `--held-out`: are they of one kind?"
         kind = Kind.PROBLEM if held_out[-1] < trained / 2 else Kind.WARNING
         yield Finding(kind, "Evaluation differs from training", text, do, SCORES[1])
 
