@@ -3,7 +3,8 @@
 Simulate asynchronous training with the scheduling and routing classes of a real run, on a clock of its own and without
 devices, and compare every combination of device split, staleness, window and weight sync on the same completions.
 
-The defaults describe a 7B policy on 16 devices with long-tailed answers; replace them by what you measured.
+The defaults describe a 7B policy on 16 devices with long-tailed answers; replace them by what you measured. What each
+rank of a recipe holds in memory, and whether it fits: titan-rl train --recipe NAME --dry-run.
 
 examples:
   titan-rl plan --max-staleness 0 1 2 4 --trainer-devices 4 6 8
