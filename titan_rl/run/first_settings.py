@@ -266,17 +266,17 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
     else:
         add("policy.tiny.symbols", symbols, f"the {len(symbols)} characters of its prompts and answers")
         marks: tuple[str, ...] = ()
-        said = []
+        why_marks = []
         if not found.marked or info.tools or info.multi_turn or info.plays:
-            marks, mark, said = (ANSWER,), 1, [f"{ANSWER} says where a prompt ends"]
+            marks, mark, why_marks = (ANSWER,), 1, [f"{ANSWER} says where a prompt ends"]
         if info.tools:
             marks = (*marks, CALL, CALL_END, RESULT, RESULT_END, UNKNOWN)
-            said += [f"others call its tool; {UNKNOWN} is read for what nobody foresaw"]
+            why_marks += [f"others call its tool; {UNKNOWN} is read for what nobody foresaw"]
             turn = max(turn, (found.longest_call or min(found.prompt, LONGEST_GUESS)) + 2)
         elif info.multi_turn or info.plays:
-            marks, said = (*marks, UNKNOWN), [*said, f"{UNKNOWN} is read for a reply with other characters"]
+            marks, why_marks = (*marks, UNKNOWN), [*why_marks, f"{UNKNOWN} is read for a reply with other characters"]
         if marks:
-            add("policy.tiny.special_tokens", marks, "; ".join(said))
+            add("policy.tiny.special_tokens", marks, "; ".join(why_marks))
     new = width * turn + 2  # one that is too long costs reward, so that ending is learned
     why = f"the longest right answer has {width * turn}; one ends it, one is too many"
     if trained and new < LEAST_THOUGHT:
