@@ -245,6 +245,14 @@ async def test_a_warm_up_that_has_learned_enough_ends_and_holds_no_demonstration
     assert world.rollouts.owned == {}
 
 
+@pytest.mark.parametrize("enough", [0.0, 1e-9])
+async def test_a_warm_up_that_does_not_come_to_the_wanted_loss_asks_why(enough):
+    world = World(steps=1, warmup=12, enough_loss=enough)
+    await world.run()
+    assert "warm-up step 12/12" in world.printed
+    assert ("1e-09 was wanted: do prompts say" in world.printed) == (enough > 0)
+
+
 @pytest.mark.parametrize("ahead_is_ready", [True, False])
 async def test_a_warm_up_that_fails_holds_no_demonstrations(ahead_is_ready):
     world = World(steps=1, warmup=3)
