@@ -93,7 +93,7 @@ class ScriptedTrainer:
 
     async def warm_up_step(self, samples: SampleBatch) -> dict[str, float]:
         await self.script.gate(f"warm up {samples.group_ids[0]}")
-        return {"loss": 0.0, "entropy": 1.0}
+        return {"loss": 1e-6, "entropy": 1.0}
 
     async def push_model_state_dict(self) -> Publication:
         await self.script.gate(f"publish v{self.step}")

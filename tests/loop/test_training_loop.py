@@ -250,7 +250,7 @@ async def test_a_warm_up_that_does_not_come_to_the_wanted_loss_asks_why(enough):
     world = World(steps=1, warmup=12, enough_loss=enough)
     await world.run()
     assert "warm-up step 12/12" in world.printed
-    assert ("1e-09 was wanted: do prompts say" in world.printed) == (enough > 0)
+    assert ("1e-09 was wanted. Do prompts say" in world.printed) == (enough > 0)
 
 
 @pytest.mark.parametrize("ahead_is_ready", [True, False])

@@ -52,8 +52,8 @@ async def warm_up(system: System, display: RunDisplay, activity: Activities) -> 
                 display.print_line(f"{said}: {over}")
                 return
             if step + 1 == steps and losses[-1] > config.enough_loss > 0:
-                said += f"; {config.enough_loss:g} was wanted: do prompts say what their answers need? Or more steps, or "
-                said += "a larger policy"
+                said += f"; {config.enough_loss:g} was wanted. Do prompts say what their answers need? Else more steps "
+                said += "or a larger policy"
             if step + 1 == steps or (step + 1) % max(1, steps // 5) == 0:
                 display.print_line(said)
     finally:
