@@ -441,8 +441,9 @@ class TrainingSample:
         arrays = (self.token_ids, self.loss_mask, self.logprobs, self.versions, self.advantages)
         routes = self.token_ids if self.routes is None else self.routes
         lengths = {len(self.supports or self.token_ids), len(routes), *map(len, arrays)}
-        who = f"group {self.group_id} sample {self.sample}"
         if len(lengths) != 1:
-            raise ValueError(f"{who}: arrays of different lengths {lengths}")
+            raise ValueError(f"group {self.group_id} sample {self.sample}: arrays of different lengths {lengths}")
         if len(self.loss_mask) and self.loss_mask[0]:
-            raise ValueError(f"{who}: the first token cannot be trained, nothing precedes it")
+            raise ValueError(
+                f"group {self.group_id} sample {self.sample}: the first token cannot be trained, nothing precedes it"
+            )

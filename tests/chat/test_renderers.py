@@ -280,9 +280,9 @@ def test_text_that_no_tokenizer_can_write_is_refused(chat_path):
 
 
 def test_a_symbol_may_say_where_a_turn_of_the_policy_begins(tmp_path):
-    tokens = ("<tool>", "</tool>", "<answer>")
+    tokens = ("<tool>", "</tool>", "<turn>")
     renderer = SymbolRenderer(make_tiny_policy(TinyPolicyConfig(symbols="01=", special_tokens=tokens), tmp_path))
-    (mark,) = renderer.encode("<answer>")
+    (mark,) = renderer.encode("<turn>")
     prompt = renderer.render([Message("user", "01")])
     assert prompt == [*renderer.encode("01"), mark]
     said = renderer.say(Message("assistant", "1"))

@@ -63,7 +63,7 @@ def test_where_prompts_do_not_say_where_they_end_a_symbol_does(tmp_path):
     _, chosen = chosen_for(SWAP, tmp_path)
     assert "policy.tiny.special_tokens" not in chosen
     _, chosen = chosen_for(SWAP.replace("{b}=", "{b}"), tmp_path)
-    assert chosen["policy.tiny.special_tokens"] == ("<answer>",)
+    assert chosen["policy.tiny.special_tokens"] == ("<turn>",)
 
 
 @pytest.mark.parametrize(

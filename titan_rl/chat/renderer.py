@@ -25,7 +25,7 @@ END, MOST_MESSAGES = 0, 1 << 31
 """The stop token of messages that are tokens; how many of them there may be."""
 UNKNOWN = "<unknown>"
 """Symbol that stands for a reply that the tokenizer cannot write."""
-ANSWER = "<answer>"
+TURN = "<turn>"
 """Symbol after which a turn of the policy begins."""
 
 Tokens = Sequence[int]
@@ -106,7 +106,7 @@ class SymbolRenderer(Renderer):
     - If it has `<unknown>`, that is what the policy reads where a reply to it (of a tool, a task or a program) has
       characters without a symbol: a reply that nobody foresaw costs its reward, and not the rollout. What it is asked
       first must be written in full.
-    - If it has `<answer>`, that comes before each turn of the policy. Without it nothing but the prompts themselves
+    - If it has `<turn>`, that comes before each turn of the policy. Without it nothing but the prompts themselves
       says where they end: "reverse ab" may be asked "reverse ab", or "reverse a" of whose answer "b" was said.
     """
 
@@ -121,7 +121,7 @@ class SymbolRenderer(Renderer):
             self._call_end = self._ids[CALL_END]
             self.stop_token_ids = (*self.stop_token_ids, self._call_end)
         self._marks_results = {RESULT, RESULT_END} <= self._ids.keys()
-        self._mark = [self._ids[ANSWER]] if ANSWER in self._ids else []
+        self._mark = [self._ids[TURN]] if TURN in self._ids else []
         longest_first = sorted(self._ids, key=len, reverse=True)
         self.longest_token = len(longest_first[0])
         self._symbol = re.compile("|".join(map(re.escape, longest_first)) + "|(.)", re.DOTALL)

@@ -17,7 +17,7 @@ from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from titan_rl.chat.renderer import ANSWER, CALL, CALL_END, RESULT, RESULT_END, UNKNOWN
+from titan_rl.chat.renderer import CALL, CALL_END, RESULT, RESULT_END, TURN, UNKNOWN
 from titan_rl.config import RunConfig
 from titan_rl.environments import SHORT_NAMES
 from titan_rl.environments.base import TOOL_ERROR, Demonstration, Environment
@@ -268,7 +268,7 @@ def choose(found: Survey, *, by_bytes: bool = False, positions: int = 0, warmup:
         marks: tuple[str, ...] = ()
         why_marks = []
         if not found.marked or info.tools or info.multi_turn or info.plays:
-            marks, mark, why_marks = (ANSWER,), 1, [f"{ANSWER} says where a prompt ends"]
+            marks, mark, why_marks = (TURN,), 1, [f"{TURN} says where a prompt ends"]
         if info.tools:
             marks = (*marks, CALL, CALL_END, RESULT, RESULT_END, UNKNOWN)
             why_marks += [f"others call its tool; {UNKNOWN} is read for what nobody foresaw"]
